@@ -1,0 +1,23 @@
+"""The configuration of a run: typed, frozen, composed from `configs/` and refused with every problem at once. Never imports torch."""
+
+from megatron_dapo.config.checks import check, validate
+from megatron_dapo.config.checks_parallel import ModelNumbers, check_model, check_world, model_problems
+from megatron_dapo.config.compose import compose, configs_root, load_config
+from megatron_dapo.config.problems import ConfigError, Problem
+from megatron_dapo.config.schema import Config, build
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ModelNumbers",
+    "Problem",
+    "build",
+    "check",
+    "check_model",
+    "check_world",
+    "compose",
+    "configs_root",
+    "load_config",
+    "model_problems",
+    "validate",
+]

@@ -1,0 +1,106 @@
+"""The grammar of rollout correction (rule names, threshold spellings), checked before anything runs."""
+
+from collections.abc import Iterator
+
+from megatron_dapo.config.algorithm import PRESETS
+from megatron_dapo.config.problems import Problem, nearest
+from megatron_dapo.config.schema import Config
+
+PREFIX = "algorithm.rollout_correction."
+RULES = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+def correction_problems(config: Config) -> Iterator[Problem]:
+    """What is wrong with `algorithm.rollout_correction`, alone and with the keys it relies on."""
+    rule = config.algorithm.rollout_correction
+    if rule.preset is not None and rule.preset not in PRESETS:
+        near = nearest(rule.preset, list(PRESETS))
+        yield Problem(
+            PREFIX + "preset",
+            rule.preset,
+            (f"Did you mean {near}? " if near else "") + f"There are: {', '.join(PRESETS)}.",
+        )
+    if rule.rollout_is is not None and (fault := _bounds_fault(rule.rollout_is_threshold)):
+        yield Problem(PREFIX + "rollout_is_threshold", rule.rollout_is_threshold, fault)
+    if rule.rollout_rs is not None:
+        yield from _rejection(rule.rollout_rs, rule.rollout_rs_threshold)
+    active = rule.rollout_is is not None or rule.rollout_rs is not None or rule.bypass_mode
+    if active and not config.rollout.calculate_log_probs:
+        yield Problem(
+            "rollout.calculate_log_probs",
+            False,
+            "algorithm.rollout_correction compares with the rollout's log-probs: set true.",
+            ("algorithm.rollout_correction",),
+        )
+    if rule.bypass_mode and config.actor.policy_loss.loss_mode != "vanilla":
+        yield Problem(
+            "actor.policy_loss.loss_mode",
+            config.actor.policy_loss.loss_mode,
+            f"{PREFIX}bypass_mode brings its own loss ({PREFIX}loss_type): leave this at vanilla.",
+            (PREFIX + "bypass_mode",),
+        )
+    if rule.loss_type != "ppo_clip" and not rule.bypass_mode:
+        yield Problem(
+            PREFIX + "loss_type",
+            rule.loss_type,
+            f"Is read with {PREFIX}bypass_mode=true only.",
+            (PREFIX + "bypass_mode",),
+        )
+
+
+def _rejection(rules: str, thresholds: float | str | None) -> Iterator[Problem]:
+    names = [name.strip() for name in rules.split(",")]
+    for name in names:
+        if name not in RULES:
+            near = nearest(name, RULES)
+            hint = f" Did you mean {near}?" if near else ""
+            yield Problem(
+                PREFIX + "rollout_rs", rules, f"There is no rule `{name}`.{hint} There are: {', '.join(RULES)}."
+            )
+    if thresholds is None:
+        yield Problem(
+            PREFIX + "rollout_rs_threshold", "null", f"Is required with {PREFIX}rollout_rs.", (PREFIX + "rollout_rs",)
+        )
+        return
+    given = [part.strip() for part in str(thresholds).split(",")]
+    if len(given) not in (1, len(names)):
+        yield Problem(
+            PREFIX + "rollout_rs_threshold",
+            thresholds,
+            f"Give one threshold, or one for each of the {len(names)} rules.",
+            (PREFIX + "rollout_rs",),
+        )
+        return
+    for name, text in zip(names, given * len(names) if len(given) == 1 else given, strict=True):
+        if "_" in text and not name.endswith("k1"):
+            yield Problem(
+                PREFIX + "rollout_rs_threshold", thresholds, f"{name} has an upper bound only: give one number."
+            )
+        elif fault := _bounds_fault(text):
+            yield Problem(PREFIX + "rollout_rs_threshold", thresholds, fault)
+
+
+def _bounds_fault(threshold: float | str) -> str | None:
+    """Why `threshold` is neither a positive number nor `lower_upper`; None if it is one of them."""
+    parts = str(threshold).split("_", 1)
+    try:
+        bounds = [float(part) for part in parts]
+    except ValueError:
+        return "Must be a number, or two joined by an underscore such as 0.5_5.0 (lower_upper)."
+    if min(bounds) <= 0:
+        return "Bounds act on a ratio and must be positive."
+    if len(bounds) == 2 and bounds[0] > bounds[1]:
+        return "The lower bound comes first and must not exceed the upper."
+    return None

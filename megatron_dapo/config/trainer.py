@@ -1,0 +1,62 @@
+"""How a run goes and what it leaves behind: the section `trainer`."""
+
+from typing import Literal
+
+from megatron_dapo.config.base import Count, Every, Int, NonNegativeInt, Section
+
+Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class TrainerConfig(Section):
+    """Length, validation, checkpoints, logging, recovery."""
+
+    project_name: str = "megatron_dapo"
+    """Project under which trackers file the run."""
+    experiment_name: str = "default"
+    """Name of the run."""
+    default_local_dir: str = "runs/default"
+    """The run directory: metrics, checkpoints, samples, the resolved configuration."""
+    mode: Literal["sync", "colocate_async", "separate_async"] = "sync"
+    """The loop: generate then train; in-flight generation on shared devices; or on its own devices."""
+    total_epochs: Count = 1
+    """Passes over the training prompts, unless `total_training_steps` ends the run earlier."""
+    total_training_steps: Count | None = None
+    """Training steps; null: `total_epochs` decides."""
+    save_freq: Every = -1
+    """Steps between checkpoints; -1: none."""
+    test_freq: Every = -1
+    """Steps between validations; -1: none."""
+    val_before_train: bool = True
+    """Validate before the first step (where there are val_files)."""
+    critic_warmup: NonNegativeInt = 0
+    """Steps in which only the critic is updated."""
+    logger: tuple[Tracker, ...] = ("console", "jsonl", "tensorboard")
+    """Trackers; jsonl is always written."""
+    resume_mode: Literal["auto", "disable", "path"] = "auto"
+    """Continue from the run directory's latest checkpoint, never, or from `resume_from_path`."""
+    resume_from_path: str | None = None
+    """Checkpoint directory for `resume_mode=path`."""
+    max_ckpt_to_keep: Count | None = None
+    """Oldest checkpoints beyond so many are deleted; null: keep all."""
+    async_save: bool = False
+    """Write checkpoints beside the training."""
+    seed: Int = 1
+    """Seed of sampling, initialisation and dropout."""
+    log_samples_every: Every = 10
+    """Steps between printed sample generations; -1: none."""
+    rollout_data_dir: str | None = None
+    """Where every step's generations are dumped; null: not."""
+    balance_batch: bool = True
+    """Spread sequences over data-parallel ranks by their cost."""
+    full_determinism: bool = True
+    """The same seed gives the same run, at some cost in speed on GPU."""
+    max_restarts: NonNegativeInt = 0
+    """Restores from the last checkpoint after a failed rank."""
+    parameter_sync_step: Count = 1
+    """Asynchronous modes: local updates between two weight pushes."""
+    max_off_policy_threshold: Count = 8
+    """Asynchronous modes: most weight versions that a trained group may be old."""
+    max_off_policy_strategy: Literal["drop", "wait"] = "drop"
+    """Asynchronous modes: evict and refill what is older, or hold the sampling back."""
+    num_warmup_batches: NonNegativeInt = 1
+    """Asynchronous modes: generation batches sent ahead at the start."""
