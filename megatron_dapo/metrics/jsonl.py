@@ -1,0 +1,62 @@
+"""The run's record on disk: one JSON object per line, which a crash can cut short but never corrupt."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class JsonlWriter:
+    """Appends objects to a file, each in one write that has reached the disk before `write` returns.
+
+    A last line that an earlier crash cut short is removed on opening, so that appending never glues two lines together.
+    Non-finite floats, which JSON lacks, are written as the strings "NaN", "Infinity", "-Infinity".
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.ftruncate(self._fd, _end_of_last_line(self._fd))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        line = (json.dumps(_plain(row), allow_nan=False, ensure_ascii=False) + "\n").encode()
+        while line:
+            line = line[os.write(self._fd, line) :]
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; a last line still being written is left out."""
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return value
+
+
+def _end_of_last_line(fd: int, block: int = 1 << 16) -> int:
+    position = os.lseek(fd, 0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - block)
+        newline = os.pread(fd, position - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        position = start
+    return 0

@@ -1,0 +1,51 @@
+"""The record of a run survives crashes, non-finite numbers and readers that come early."""
+
+import json
+import math
+import subprocess
+import sys
+
+from megatron_dapo.metrics import JsonlWriter, read_jsonl
+
+
+def test_one_object_per_line_and_non_finite_floats(tmp_path):
+    writer = JsonlWriter(tmp_path / "deep" / "m.jsonl")
+    writer.write({"step": 1, "loss": math.nan, "a": [math.inf, {"b": -math.inf}]})
+    writer.close()
+    assert json.loads((tmp_path / "deep" / "m.jsonl").read_text()) == {
+        "step": 1,
+        "loss": "NaN",
+        "a": ["Infinity", {"b": "-Infinity"}],
+    }
+
+
+def test_a_torn_last_line_is_not_read_and_is_removed_on_the_next_start(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "los')
+    assert read_jsonl(path) == [{"step": 1}]
+    writer = JsonlWriter(path)
+    writer.write({"step": 2})
+    writer.close()
+    assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_torn_line_longer_than_a_block_and_a_file_without_any_whole_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"x": "' + "y" * 200_000)
+    JsonlWriter(path).close()
+    assert read_jsonl(path) == [{"step": 1}]
+    path.write_text('{"x": "' + "y" * 200_000)
+    JsonlWriter(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_a_killed_process_leaves_only_whole_lines(tmp_path):
+    path = tmp_path / "m.jsonl"
+    code = (
+        "import os, sys; from pathlib import Path; from megatron_dapo.metrics.jsonl import JsonlWriter\n"
+        "w = JsonlWriter(Path(sys.argv[1]))\n"
+        "for i in range(20): w.write({'step': i})\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
+    assert [row["step"] for row in read_jsonl(path)] == list(range(20))

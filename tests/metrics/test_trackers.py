@@ -1,0 +1,83 @@
+"""Trackers get the scalars; none of them can stop a run, and the run says once that one is missing."""
+
+import logging
+import sys
+import types
+
+import pytest
+
+from megatron_dapo.metrics import Trackers, read_jsonl
+from megatron_dapo.metrics.trackers import GIVE_UP_AFTER, OPENERS
+
+CONFIG = {"trainer": {"project_name": "p", "experiment_name": "e"}, "rollout": {"n": 4}}
+
+
+def test_jsonl_is_always_written_and_the_console_has_one_line(tmp_path, capsys):
+    trackers = Trackers(["console"], tmp_path, CONFIG)
+    trackers.log(1, {"critic/score/mean": 0.5, "perf/throughput": 100.0, "val-core/aime/acc/mean@1": 0.25})
+    trackers.close()
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["critic/score/mean"] == 0.5
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "reward 0.500" in out and "val-core/aime/acc/mean@1 0.250" in out
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"unknown tracker 'wand'.*wandb"):
+        Trackers(["wand"], tmp_path, CONFIG)
+
+
+def test_tensorboard_reads_back(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trackers = Trackers(["tensorboard"], tmp_path, CONFIG)
+    for step in (1, 2):
+        trackers.log(step, {"actor/entropy": step / 2})
+    trackers.close()
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("actor/entropy")] == [(1, 0.5), (2, 1.0)]
+
+
+def test_a_missing_library_is_said_once_and_the_run_goes_on(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", None)  # importing it now fails as if it were not installed
+    with caplog.at_level(logging.WARNING):
+        trackers = Trackers(["swanlab"], tmp_path, CONFIG)
+        trackers.log(1, {"a": 1.0})
+        trackers.close()
+    assert trackers.active == [] and len(caplog.records) == 1 and "swanlab" in caplog.text
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 1.0}]
+
+
+def test_a_failing_tracker_is_said_once_and_left_out_in_the_end(tmp_path, caplog, monkeypatch):
+    class Broken:
+        calls = 0
+
+        def log(self, step, metrics):
+            Broken.calls += 1
+            raise ConnectionError("offline")
+
+        def close(self):
+            raise ConnectionError("offline")
+
+    monkeypatch.setitem(OPENERS, "trackio", lambda *_: Broken())
+    with caplog.at_level(logging.WARNING):
+        trackers = Trackers(["trackio"], tmp_path, CONFIG)
+        for step in range(6):
+            trackers.log(step, {"a": 1.0})
+        trackers.close()
+    assert Broken.calls == GIVE_UP_AFTER and trackers.active == []
+    assert [r.message for r in caplog.records] == [
+        "tracker trackio: ConnectionError: offline. The run goes on without it.",
+        "tracker trackio failed 3 times in a row and is left out",
+    ]
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
+
+
+def test_wandb_gets_a_stable_id_so_that_a_resumed_run_continues(tmp_path, monkeypatch):
+    calls = []
+    fake = types.SimpleNamespace(
+        init=lambda **kw: calls.append(kw) or types.SimpleNamespace(log=lambda *a, **k: None, finish=lambda: None)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        Trackers(["wandb"], tmp_path, CONFIG).close()
+    assert calls[0]["id"] == calls[1]["id"] and calls[0]["resume"] == "allow" and calls[0]["project"] == "p"
