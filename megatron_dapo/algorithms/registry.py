@@ -1,0 +1,35 @@
+"""A name → function table with clear errors; the policy losses and the advantage estimators each have one."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+F = TypeVar("F", bound=Callable)
+
+
+class Registry(Generic[F]):
+    """Functions by name. A name belongs to one function for good; registering the same function again is harmless."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._functions: dict[str, F] = {}
+
+    def register(self, *names: str) -> Callable[[F], F]:
+        """Decorator that files a function under each name and returns it unchanged."""
+
+        def decorate(function: F) -> F:
+            for name in names:
+                if self._functions.setdefault(name, function) is not function:
+                    raise ValueError(f"{self.kind} {name!r} is already registered to {self._functions[name]!r}")
+            return function
+
+        return decorate
+
+    def __getitem__(self, name: str) -> F:
+        try:
+            return self._functions[name]
+        except KeyError:
+            raise ValueError(f"unknown {self.kind} {name!r}; registered are {self.names()}") from None
+
+    def names(self) -> list[str]:
+        """The registered names, sorted."""
+        return sorted(self._functions)
