@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """Something outside the program is wrong (a key, a file, a machine). The text names it, its value and the way out."""
+    """Something outside the program is wrong (a key, a file, a machine); the text names it and the way out."""

@@ -1,4 +1,4 @@
-"""The configuration of a run: typed, frozen, composed from `configs/` and refused with every problem at once. Never imports torch."""
+"""The configuration of a run: typed, frozen, composed from `configs/`. Never imports torch."""
 
 from megatron_dapo.config.checks import check, validate
 from megatron_dapo.config.checks_parallel import ModelNumbers, check_model, check_world, model_problems

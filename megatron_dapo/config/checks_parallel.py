@@ -1,97 +1,70 @@
-"""Does the layout fit the world, and the model the layout? Plain arithmetic, so that it is known before a process starts."""
+"""Does the layout fit the world, and the model the layout? Plain arithmetic, known before any process starts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_dapo.config.problems import ConfigError, Problem
-from megatron_dapo.config.schema import Config
+from megatron_dapo.config.schema import Config, problem
 
 
 def parallel_problems(config: Config) -> Iterator[Problem]:
     """Contradictions inside `parallel`; those with the world only where `parallel.world_size` is given."""
     parallel = config.parallel
     if parallel.sequence_parallel and parallel.tensor == 1:
-        yield Problem(
-            "parallel.sequence_parallel",
-            True,
-            "Cuts over the tensor-parallel ranks, of which there is one: set null.",
-            ("parallel.tensor",),
-        )
-    if parallel.virtual_pipeline is not None and parallel.pipeline == 1:
-        yield Problem(
-            "parallel.virtual_pipeline",
-            parallel.virtual_pipeline,
-            "Needs parallel.pipeline > 1: set null.",
-            ("parallel.pipeline",),
-        )
-    for key, value in (
-        ("first_stage_layers", parallel.first_stage_layers),
-        ("last_stage_layers", parallel.last_stage_layers),
-    ):
+        text = "Cuts over the tensor-parallel ranks, of which there is one: set null."
+        yield problem(config, "parallel.sequence_parallel", text, "parallel.tensor")
+    stage_keys = {
+        "virtual_pipeline": parallel.virtual_pipeline,
+        "first_stage_layers": parallel.first_stage_layers,
+        "last_stage_layers": parallel.last_stage_layers,
+        "pipeline_layout": parallel.pipeline_layout,
+    }
+    for name, value in stage_keys.items():
         if value is not None and parallel.pipeline == 1:
-            yield Problem(f"parallel.{key}", value, "Needs parallel.pipeline > 1: set null.", ("parallel.pipeline",))
-        if value is not None and parallel.pipeline_layout is not None:
-            yield Problem(
-                f"parallel.{key}",
-                value,
-                "parallel.pipeline_layout says it already: set one of the two to null.",
-                ("parallel.pipeline_layout",),
-            )
+            yield problem(config, f"parallel.{name}", "Needs parallel.pipeline > 1: set null.", "parallel.pipeline")
+        elif value is not None and parallel.pipeline_layout is not None and name.endswith("layers"):
+            text = "parallel.pipeline_layout says it already: set one of the two to null."
+            yield problem(config, f"parallel.{name}", text, "parallel.pipeline_layout")
     if parallel.world_size is not None:
         yield from _world(config, parallel.world_size)
 
 
 def check_world(config: Config, world_size: int) -> None:
     """For a launcher that knows how many ranks there are. Raises ConfigError if the layout does not fit them."""
-    given = config.parallel.world_size
-    problems = list(_world(config, world_size))
+    given, problems = config.parallel.world_size, list(_world(config, world_size))
     if given is not None and given != world_size:
-        problems.insert(
-            0,
-            Problem(
-                "parallel.world_size", given, f"The launcher started {world_size} ranks: start {given}, or set null."
-            ),
-        )
+        text = f"The launcher started {world_size} ranks: start {given}, or set null."
+        problems.insert(0, problem(config, "parallel.world_size", text))
     if problems:
         raise ConfigError(problems)
 
 
 def _world(config: Config, world: int) -> Iterator[Problem]:
-    parallel, etp = config.parallel, config.derived.expert_tensor
-    dense = parallel.tensor * parallel.pipeline * parallel.context
-    expert = etp * parallel.expert * parallel.pipeline
-    others = ("parallel.tensor", "parallel.pipeline", "parallel.context", "parallel.expert", "parallel.expert_tensor")
-    if world % dense:
-        yield Problem(
-            "parallel.world_size",
-            world,
-            f"Must be a multiple of tensor x pipeline x context = {parallel.tensor} x {parallel.pipeline} x {parallel.context} = "
-            f"{dense}. Nearest: {_nearest_multiples(dense, world)}; or lower one of the three.",
-            others,
-        )
-    if world % expert:
-        yield Problem(
-            "parallel.world_size",
-            world,
-            f"Must be a multiple of expert_tensor x expert x pipeline = {etp} x {parallel.expert} x {parallel.pipeline} = {expert}. "
-            f"Nearest: {_nearest_multiples(expert, world)}; or lower one of the three.",
-            others,
-        )
-
-
-def _nearest_multiples(step: int, value: int) -> str:
-    below = value // step * step
-    return " or ".join(str(n) for n in (below, below + step) if n > 0)
+    parallel, expert_tensor = config.parallel, config.derived.expert_tensor
+    products = [
+        ("tensor x pipeline x context", (parallel.tensor, parallel.pipeline, parallel.context)),
+        ("expert_tensor x expert x pipeline", (expert_tensor, parallel.expert, parallel.pipeline)),
+    ]
+    names = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+    for words, (a, b, c) in products:
+        step = a * b * c
+        if world % step:
+            below = world // step * step
+            near = " or ".join(str(n) for n in (below, below + step) if n)
+            text = (
+                f"Must be a multiple of {words} = {a} x {b} x {c} = {step}. Nearest: {near}; or lower one of the three."
+            )
+            yield Problem("parallel.world_size", world, text, tuple(f"parallel.{name}" for name in names))
 
 
 @dataclass(frozen=True)
 class ModelNumbers:
-    """What of an architecture decides whether a layout fits it; all plain integers, 0 where the model has none."""
+    """What of an architecture decides whether a layout fits it; plain integers, 0 where the model has none."""
 
     layers: int
     heads: int
     kv_heads: int
-    ffn: int
+    ffn: int = 0
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
@@ -106,12 +79,8 @@ def check_model(config: Config, numbers: ModelNumbers) -> None:
 
 def model_problems(config: Config, numbers: ModelNumbers) -> list[Problem]:
     """Everything that keeps a model of these numbers from being laid out, replayed or sampled as configured."""
-    return [
-        *_divisions(config, numbers),
-        *_stages(config, numbers),
-        *_experts(config, numbers),
-        *_positions(config, numbers),
-    ]
+    rules = (_divisions, _stages, _experts, _positions)
+    return [one for rule in rules for one in rule(config, numbers)]
 
 
 def _divisions(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
@@ -126,58 +95,51 @@ def _divisions(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
     ]
     for key, ways, what, size in rows:
         if size and size % ways:
-            legal = [d for d in range(1, size + 1) if size % d == 0 and d <= 2 * ways]
-            yield Problem(
-                key, ways, f"Does not divide the model's {what} = {size}: use one of {', '.join(map(str, legal))}."
-            )
+            legal = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0 and d <= 2 * ways)
+            yield Problem(key, ways, f"Does not divide the model's {what} = {size}: use one of {legal}.")
 
 
 def _stages(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.pipeline == 1 or parallel.pipeline_layout is not None:
-        return
+        return  # an explicit layout is Megatron's to parse
     ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n is not None]
     stages, layers = parallel.pipeline - len(ends), numbers.layers - sum(ends)
     chunks = parallel.virtual_pipeline or 1
-    if layers < stages or (layers and not stages) or (stages and layers % stages):
-        yield Problem(
-            "parallel.pipeline",
-            parallel.pipeline,
-            f"{layers} layers do not spread evenly over {stages} stages"
-            + (f" (of {numbers.layers} layers, first/last stage take {sum(ends)})" if ends else "")
-            + ": choose another number, parallel.first_stage_layers / last_stage_layers, or a parallel.pipeline_layout.",
+    if (stages and (layers < stages or layers % stages)) or (not stages and layers):
+        given = f" left by first/last stage ({sum(ends)} of {numbers.layers})" if ends else ""
+        text = (
+            f"{layers} layers{given} do not spread evenly over {stages} stages: choose another number, "
+            "parallel.first_stage_layers / last_stage_layers, or a parallel.pipeline_layout."
         )
-    elif any(n % chunks for n in [*ends, layers // stages if stages else 0]):
-        yield Problem(
-            "parallel.virtual_pipeline",
-            chunks,
-            f"Does not divide the layers of each stage ({ends + [layers // stages]}).",
-        )
+        yield problem(config, "parallel.pipeline", text)
+        return
+    per_stage = [*ends, *([layers // stages] if stages else [])]
+    if any(n % chunks for n in per_stage):
+        text = f"Does not divide the layers of every stage ({', '.join(map(str, sorted(set(per_stage))))})."
+        yield problem(config, "parallel.virtual_pipeline", text)
 
 
 def _experts(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
     parallel, model = config.parallel, config.model
-    if not numbers.experts:
-        if parallel.expert > 1:
-            yield Problem("parallel.expert", parallel.expert, "The model has no experts: set 1.")
-        if model.router_replay != "none":
-            yield Problem("model.router_replay", model.router_replay, "The model has no router: set none.")
-        if model.moe.load_balancing != "none":
-            yield Problem("model.moe.load_balancing", model.moe.load_balancing, "The model has no router: set none.")
-    elif parallel.tensor > 1 and not config.derived.sequence_parallel:
-        yield Problem(
-            "parallel.sequence_parallel",
-            False,
-            "Experts under tensor parallelism are trained with it only: set null or true.",
-        )
+    if numbers.experts:
+        if parallel.tensor > 1 and not config.derived.sequence_parallel:
+            text = "Under tensor parallelism experts are trained with it only: set null or true."
+            yield problem(config, "parallel.sequence_parallel", text)
+        return
+    if parallel.expert > 1:
+        yield problem(config, "parallel.expert", "The model has no experts: set 1.")
+    if model.router_replay != "none":
+        yield problem(config, "model.router_replay", "The model has no router: set none.")
+    if model.moe.load_balancing != "none":
+        yield problem(config, "model.moe.load_balancing", "The model has no router: set none.")
 
 
 def _positions(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
     longest = config.derived.max_model_len
     if numbers.max_positions and longest > numbers.max_positions:
-        yield Problem(
-            "data.max_response_length",
-            config.data.max_response_length,
-            f"With data.max_prompt_length = {config.data.max_prompt_length} a sequence may reach {longest} tokens, but the model was "
-            f"made for {numbers.max_positions}: lower one of the two.",
+        text = (
+            f"With data.max_prompt_length = {config.data.max_prompt_length} a sequence may reach {longest} tokens, but "
+            f"the model was made for {numbers.max_positions}: lower one of the two."
         )
+        yield problem(config, "data.max_response_length", text)

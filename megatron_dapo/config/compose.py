@@ -1,5 +1,7 @@
-"""From `recipe=demo actor.optim.lr=3e-5` to a checked Config: Hydra composes the YAML, the schema and the checks judge it."""
+"""From `recipe=demo actor.optim.lr=3e-5` to a checked Config: Hydra composes, the schema and the checks judge."""
 
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ def load_config(
 ) -> Config:
     """Compose `configs/`, the recipe and the overrides into a Config.
 
-    `overrides` are `a.b.c=value` (Hydra's grammar) or `group=name` for a file of `configs/GROUP/NAME.yaml`; `config_dir`
-    is a second directory searched for such files. `command` ("train", "sft") says whose required keys must be there; None
-    requires none. Raises ConfigError with all problems: unknown keys, types, ranges, and keys that contradict each other.
+    `overrides` are `a.b.c=value` (Hydra's grammar) or `group=name` for a file of `configs/GROUP/NAME.yaml`;
+    `config_dir` is a second directory searched for such files. `command` ("train", "sft") says whose required keys
+    must be there; None requires none. Raises ConfigError with all problems: unknown keys, types, ranges, and keys
+    that contradict each other.
     """
     values = compose(overrides, recipe, config_dir)
     config, problems = build_leniently(values)
@@ -58,9 +61,7 @@ def compose(
 
 
 def configs_root() -> Path:
-    """The directory of the YAML files: beside the package in a checkout, under the environment's share/ when installed."""
-    import sys
-
+    """The directory of the YAML files: beside the package in a checkout, else under the environment's share/."""
     places = [Path(__file__).parents[2] / "configs", Path(sys.prefix) / "share" / "megatron-dapo" / "configs"]
     for place in places:
         if (place / "config.yaml").is_file():
@@ -88,7 +89,7 @@ def _check_groups(overrides: Sequence[str], config_dir: str | Path | None) -> No
             problems.append(
                 Problem(key, value, f"There is no such file in configs/{key}.{hint} There are: {', '.join(known)}.")
             )
-        elif not key.replace(".", "").replace("_", "").isalnum() and not text.startswith("~"):
+        elif not re.fullmatch(r"[A-Za-z_][\w.-]*", key) and not text.startswith("~"):
             problems.append(
                 Problem(text, None, "Is not an override: the key is a dotted name, e.g. actor.optim.lr=1e-6.")
             )

@@ -45,6 +45,7 @@ def _entry(problem: Problem) -> str:
 
 
 def _show(value: Any) -> str:
+    value = list(value) if isinstance(value, tuple) else value
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -60,15 +61,18 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def nearest(key: str, candidates: Sequence[str]) -> str | None:
-    """The candidate that the writer of `key` most likely meant: spelling of the last part first, then of the path."""
+    """The candidate that the writer of `key` most likely meant: spelling and words of the last part, then the path."""
     leaf = key.rpartition(".")[2]
+    words = set(leaf.split("_"))
 
     def likeness(candidate: str) -> float:
-        leaf_match = SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
-        return 0.7 * leaf_match + 0.3 * SequenceMatcher(None, key, candidate).ratio()
+        other = candidate.rpartition(".")[2]
+        spelling = SequenceMatcher(None, leaf, other).ratio()
+        shared = len(words.intersection(other.split("_"))) / len(words)
+        return 0.5 * spelling + 0.25 * shared + 0.25 * SequenceMatcher(None, key, candidate).ratio()
 
     best = max(candidates, key=likeness, default=None)
-    return best if best is not None and likeness(best) >= 0.55 else None
+    return best if best is not None and likeness(best) >= 0.5 else None
 
 
 def from_validation(error: ValidationError, model: type[BaseModel]) -> list[Problem]:

@@ -89,6 +89,14 @@ def build_leniently(values: dict[str, Any]) -> tuple[Config, list[Problem]]:
                 values = _without(values, problem.key.partition("[")[0].split("."))
 
 
+def problem(config: Config, key: str, text: str, *others: str) -> Problem:
+    """A finding about the dotted `key` at its present value."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.__dict__[name]
+    return Problem(key, "null" if value is None else value, text, others)
+
+
 def _without(values: Any, path: list[str]) -> Any:
     if not path or not isinstance(values, dict):
         return {}
