@@ -1,0 +1,51 @@
+"""Build this rank's model chunks: GPTModel with the right spec, heads and marks; the weights come from `load.py`."""
+
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.rope import inverse_frequencies
+from megatron_dapo.models.specs import decoder_spec
+from megatron_dapo.models.tables import padded_vocab
+from megatron_dapo.models.value_head import ValueHead
+
+
+def build_model(arch: Architecture, config: TransformerConfig, value_head: bool = False) -> list[GPTModel]:
+    """This rank's model chunks (one, or one per virtual pipeline stage), without weights.
+
+    Needs Megatron's process groups (`parallel.groups.init_distributed`). With `value_head` the last stage ends in a
+    `ValueHead` instead of the vocabulary.
+    """
+    size = config.virtual_pipeline_model_parallel_size
+    return [_chunk(arch, config, stage, value_head) for stage in (range(size) if size else [None])]
+
+
+def _chunk(arch: Architecture, config: TransformerConfig, vp_stage: int | None, value_head: bool) -> GPTModel:
+    whole = vp_stage is None
+    last = mpu.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage)
+    model = GPTModel(
+        config,
+        decoder_spec(config, vp_stage),
+        vocab_size=padded_vocab(arch.vocab, config.tensor_model_parallel_size),
+        max_sequence_length=arch.max_positions,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage),
+        post_process=last,
+        share_embeddings_and_output_weights=arch.tied and not value_head,
+        position_embedding_type="rope",
+        rotary_base=int(arch.rope.theta),
+        vp_stage=vp_stage,
+    )
+    if value_head and last:
+        model.output_layer = ValueHead(config)
+    if arch.latent is None:
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(
+            model.rotary_pos_emb.inv_freq.device
+        )
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            # Megatron 0.16.1 marks expert weights only when expert parallelism is on. Without the mark their gradients
+            # are reduced over the wrong group when expert_tensor differs from tensor (silently wrong), and the
+            # optimizer's number of parts, hence its checkpoint, depends on the layout.
+            parameter.allreduce = False
+    return model
