@@ -42,6 +42,8 @@ class TrainerConfig(Section):
     """Write checkpoints beside the training."""
     seed: Int = 1
     """Seed of sampling, initialisation and dropout."""
+    export_hf: bool = False
+    """At the end, write the policy to `<run>/hf` in Hugging Face format and compare its logits with Megatron's."""
     log_samples_every: Every = 10
     """Steps between printed sample generations; -1: none."""
     rollout_data_dir: str | None = None
