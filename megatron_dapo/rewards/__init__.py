@@ -5,12 +5,13 @@ Importing this package stays cheap (no torch), because every verifier worker pro
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_dapo.rewards.routing import UnknownDataSource, compute_score
+from megatron_dapo.rewards.errors import RewardError, UnknownDataSource
+from megatron_dapo.rewards.routing import compute_score
 
 if TYPE_CHECKING:
     from megatron_dapo.rewards.manager import RewardManager
 
-__all__ = ["RewardManager", "UnknownDataSource", "compute_score"]
+__all__ = ["RewardError", "RewardManager", "UnknownDataSource", "compute_score"]
 
 
 def __getattr__(name: str) -> Any:

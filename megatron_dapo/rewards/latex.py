@@ -2,12 +2,12 @@
 
 import re
 
-_BOXED = re.compile(r"\\f?boxed\s{0,8}\{")
+MOST_BOXES = 16  # openings looked at from the end; boxes that never close cannot make the search quadratic
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def closing_brace(text: str, opening: int, *, escapes: bool = True) -> int:
-    """Index of the brace that closes the one at `opening`, or -1. With `escapes`, `\\{` and `\\}` are ordinary text."""
+    r"""Index of the brace that closes the one at `opening`, or -1. With `escapes`, `\{` and `\}` are ordinary text."""
     depth = 0
     if not escapes:
         for index in range(opening, len(text)):
@@ -23,13 +23,16 @@ def closing_brace(text: str, opening: int, *, escapes: bool = True) -> int:
 
 
 def last_boxed(text: str) -> tuple[int, str] | None:
-    r"""Position and content of the last complete `\boxed{...}` (or `\fbox{...}`); None when there is none.
-
-    Boxes that never close are passed over; only the last 16 openings are looked at, which bounds the work.
-    """
-    openings = [(match.start(), match.end() - 1) for match in _BOXED.finditer(text)]
-    for start, brace in reversed(openings[-16:]):
-        end = closing_brace(text, brace)
-        if end >= 0:
-            return start, text[brace + 1 : end]
+    r"""Position and content of the last complete `\boxed{...}` or `\fbox{...}`; None when there is none."""
+    end = len(text)
+    for _ in range(MOST_BOXES):
+        word = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
+        if word < 0:
+            return None
+        brace = word + (6 if text.startswith("\\boxed", word) else 5)
+        while brace < len(text) and brace < word + 16 and text[brace].isspace():
+            brace += 1
+        if text.startswith("{", brace) and (close := closing_brace(text, brace)) >= 0:
+            return word, text[brace + 1 : close]
+        end = word
     return None

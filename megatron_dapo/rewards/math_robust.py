@@ -7,22 +7,16 @@ zeros and a trailing period do not matter; numbers are compared exactly. What th
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 from megatron_dapo.rewards.extract import LONGEST_ANSWER, final_answer
 from megatron_dapo.rewards.latex import closing_brace
 from megatron_dapo.rewards.numbers import parse_number
-from megatron_dapo.rewards.verdict import INVALID, Verdict, signed
+from megatron_dapo.rewards.verdict import INVALID, Pending, Verdict, signed
 
-
-@dataclass(frozen=True)
-class Undecided:
-    """The quick rules cannot tell whether `prediction` equals `truth`: both look like formulas."""
-
-    prediction: str
-    truth: str
-
+LONGEST_FORMULA = 400  # characters
+SYMBOLIC_CPU_SECONDS = 2.0  # of computing per question, not of waiting: a busy machine changes no verdict
 
 # Characters that mean the same as an ASCII or LaTeX spelling, as "character spelling" pairs.
 _SPELLINGS = r"""
@@ -41,14 +35,19 @@ _SPACING = re.compile(r"\\(?:[,;:!> ]|(?:quad|qquad|displaystyle|textstyle|left|
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|boxed|fbox|mbox|operatorname|bm|boldsymbol)\s?\{"
 )
-_WORDS = re.compile(r"(?<=[\d}])\s*([A-Za-z]{1,20}\.?(?:[ /][A-Za-z]{1,20}\.?){0,2})(?:\^\{?[23]\}?)?$")
-_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:(?P<mark>,|\{,\}|\\,|\\!|,\\!| )\d{3})(?:(?P=mark)\d{3})*(?![\d,])")
-_SHORT_FRAC = re.compile(r"\\[dtc]?frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})")
+_WORDS = re.compile(
+    r"(?<=[\d}])((?:\s|\\[,;:! ]|~)*)([A-Za-z]{1,20}\.?(?:[ /]{1,3}[A-Za-z]{1,20}\.?){0,2})\s*(?:\^\s?\{?[23]\}?)?$"
+)
+_GROUPED = re.compile(r"[+-]?\d{1,3}(?P<mark>,|\{,\}|\\,|\\!|,\\!| )\d{3}(?:(?P=mark)\d{3}){0,40}(?:\.\d+)?")
+_SHORT_FRAC = re.compile(r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})")
 _SHORT_SQRT = re.compile(r"\\sqrt\s*(\d|[A-Za-z])")
+_PLAIN_SQRT = re.compile(r"(?<![\\a-z])sqrt\s?\(([^()]{1,100})\)")
+_PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
-_DELIMITERS = re.compile(r"\\?\$|\\[()\[\]]")
+_DELIMITERS = re.compile(r"\\?[$\u20ac\u00a3\u00a5]|\\[()\[\]]")
+_ONE_FORMULA = re.compile(r"([^$]{0,200})\$([^$]{1,400})\$([^$]{0,200})")
 _ASSIGNMENT = re.compile(
-    r"\s*(?:[A-Za-z]|\\[a-z]{2,8})(?:_\{?\w{1,4}\}?)?(?:\([A-Za-z,\s]{1,8}\))?\s*(?:=|\\approx|:=)\s*"
+    r"\s*(?:[A-Za-z]|\\[a-z]{2,8})(?:_\w|_\{\w{1,4}\})?(?:\([A-Za-z,\s]{1,8}\))?\s*(?:=|\\approx|:=)\s*"
 )
 
 _UNIT_WORDS = """
@@ -60,31 +59,34 @@ years mph kph kmh per way ways point points digit digits integer integers soluti
 numbers student students people person persons item items time times edge edges side sides meal meals multiple multiples
 """
 _UNITS = frozenset(_UNIT_WORDS.split())
-_COMMANDS = "frac sqrt pi binom log ln sin cos tan infty cup cap pm begin le ge in circ times cdot overline emptyset"
-_MATH_WORDS = re.compile(rf"\\(?:{'|'.join(_COMMANDS.split())})")
+_CHANGING = """
+hundred thousand million billion trillion dozen half halves third thirds quarter quarters
+not no or and to than minus negative about approximately between
+"""
+_CHANGING_WORDS = frozenset(_CHANGING.split())
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_SYMBOLS = re.compile(r"[A-Za-z](?:[-+*/^()A-Za-z]{0,40}[-+*/^()][-+*/^()A-Za-z]{0,40})?|[A-Za-z]{2}")
 
 
-def verify(solution: str, ground_truth: str) -> Verdict | Undecided:
-    """Score 1 or -1, or Undecided when only algebra can tell."""
+def verify(solution: str, ground_truth: str) -> Verdict | Pending:
+    """Score 1 or -1, or what only algebra can tell."""
     raw = final_answer(solution)
-    if raw == INVALID:
-        return signed(False, INVALID)
-    prediction = clean(raw)
-    truth, number = _truth(ground_truth)
+    prediction = "" if raw == INVALID else clean(raw)
     if not prediction:
         return signed(False, INVALID)
+    truth, number = _truth(ground_truth)
     if prediction == truth:
         return signed(True, prediction)
     value = parse_number(prediction)
     if value is not None and number is not None:
         return signed(value == number, prediction)
     if _is_formula(prediction) and _is_formula(truth):
-        return Undecided(prediction, truth)
+        return Pending("symbolic", (prediction, truth), prediction)
     return signed(False, prediction)
 
 
 @lru_cache(maxsize=65_536)
-def _truth(ground_truth: str) -> tuple[str, object]:
+def _truth(ground_truth: str) -> tuple[str, Fraction | None]:
     text = clean(ground_truth)
     return text, parse_number(text)
 
@@ -94,7 +96,7 @@ def clean(answer: str) -> str:
     if len(answer) > LONGEST_ANSWER:
         return ""
     text = answer.strip()
-    if not text.isdigit() or not text.isascii():
+    if not (text.isdigit() and text.isascii()):
         text = _plain(text)
     return _ZEROS.sub("", text)
 
@@ -102,18 +104,24 @@ def clean(answer: str) -> str:
 def _plain(text: str) -> str:
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATED))
     text = text.replace("**", "").replace("__", "").replace("`", "")
-    text = _unwrap(text)
-    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
-    text = _SPACING.sub(" ", text).replace("{,}", ",")
-    text = _DELIMITERS.sub("", text)
-    text = text.strip(" \t\r\n\"'")
-    text = text.rstrip(".,;:! ") if not text.endswith("...") else text
-    text = _ASSIGNMENT.sub("", text, count=1) if _ASSIGNMENT.match(text) else text
-    text = _without_unit(text)
-    text = text.replace("\\%", "").rstrip("%").replace("^\\circ", "").replace("^{\\circ}", "")
-    text = _SHORT_SQRT.sub(r"\\sqrt{\1}", text)
+    text = _formula_in_words(_unwrap(text))
+    text = _DELIMITERS.sub("", text).strip(" \t\r\n\"'")
+    text = text if text.endswith("...") else text.rstrip(".,;: ")
+    if match := _ASSIGNMENT.match(text):
+        text = text[match.end() :]
+    text = _without_unit(text.replace("^{\\circ}", "").replace("^\\circ", ""))
+    text = text.replace("\\%", "").rstrip("% ").strip()
+    if _GROUPED.fullmatch(text):
+        text = re.sub(r"[^\d.+-]", "", text)
+    text = _SPACING.sub(" ", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = _SHORT_SQRT.sub(r"\\sqrt{\1}", _PLAIN_SQRT.sub(r"\\sqrt{\1}", _PLAIN_PI.sub(r"\\pi ", text)))
     text = _SHORT_FRAC.sub(lambda match: f"\\frac{{{match[1].strip('{}')}}}{{{match[2].strip('{}')}}}", text)
-    return re.sub(r"\s+", "", text)
+    return _joined(text)
+
+
+def _joined(text: str) -> str:
+    r"""Without spaces, except those that end a command: `\pi r` must not become `\pir`."""
+    return re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])|\s+", lambda match: f"{match[1]} " if match[1] else "", text)
 
 
 def _unwrap(text: str) -> str:
@@ -129,19 +137,31 @@ def _unwrap(text: str) -> str:
     return text
 
 
+def _formula_in_words(text: str) -> str:
+    """The one formula of a sentence such as "the area is $12$ units", unless its words change the value."""
+    match = _ONE_FORMULA.fullmatch(text)
+    if match is None or re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", match[2]):
+        return text
+    words = re.findall(r"[a-z]+", f"{match[1]} {match[3]}".lower())
+    if _CHANGING_WORDS.intersection(words) or re.search(r"\d", match[1] + match[3]):
+        return text
+    return match[2]
+
+
 def _without_unit(text: str) -> str:
     """Drop known units after a number. Any other word may change the value (million, half, or), so it stays."""
     match = _WORDS.search(text)
-    if match is None:
+    if match is None or (not match[1] and len(match[2]) == 1):  # 5m is a product, 5 m a length
         return text
-    words = [word.strip(".").lower() for word in re.split(r"[ /]", match[1])]
-    if all(word in _UNITS for word in words):
-        return text[: match.start()]
-    return text
+    words = [word.strip(".").lower() for word in re.split(r"[ /]+", match[2])]
+    return text[: match.start()] if _UNITS.issuperset(words) else text
 
 
 def _is_formula(text: str) -> bool:
-    """Whether algebra could say something about `text`: it has digits, operators or mathematical commands."""
-    if len(text) > 400:
+    """Whether algebra could say something about `text`. Words of four letters and more are prose, not formulas."""
+    if len(text) > LONGEST_FORMULA:
         return False
-    return bool(_MATH_WORDS.search(text) or re.search(r"\d", text) or re.fullmatch(r"[A-Za-z][-+*/^()A-Za-z]*", text))
+    bare = _COMMAND.sub(" ", text)
+    if re.search(r"[A-Za-z]{4,}", bare):
+        return False
+    return bool(re.search(r"\d", bare) or bare != text or _SYMBOLS.fullmatch(bare))

@@ -31,3 +31,12 @@ def signed(acc: bool, pred: str, **detail: Any) -> Verdict:
 def binary(acc: bool, pred: str, **detail: Any) -> Verdict:
     """The scale of the other rewards: 1 for right, 0 for wrong."""
     return Verdict(1.0 if acc else 0.0, acc, pred, detail)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A question that plain rules cannot settle: the job `kind(*arguments)` for a worker, and what was read so far."""
+
+    kind: str
+    arguments: tuple[Any, ...]
+    prediction: str = ""

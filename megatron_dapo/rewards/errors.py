@@ -1,0 +1,9 @@
+"""What can go wrong with rewards as such (not with a response)."""
+
+
+class RewardError(RuntimeError):
+    """A reward function cannot be loaded or run, or `reward.on_failure=raise` met a failure."""
+
+
+class UnknownDataSource(NotImplementedError):
+    """No verifier is registered for a data source."""
