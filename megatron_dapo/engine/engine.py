@@ -1,0 +1,187 @@
+"""The training engine of one rank: packed micro-batches through Megatron's schedule, forward only or with an update.
+
+One instance per role (actor, reference, critic). The loss plugs in as a function of per-token outputs; every loss is
+a sum over tokens divided by a count that is fixed per optimizer step, so any split of the work gives one gradient.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_dapo.config.model import ModelConfig, ParallelConfig
+from megatron_dapo.config.training import OptimConfig
+from megatron_dapo.engine.optimizer import build_optimizer, build_scheduler
+from megatron_dapo.engine.packed import PackedMicroBatch, pack_rows, unpack, whole_context
+from megatron_dapo.engine.token_statistics import token_statistics
+from megatron_dapo.metrics import Metrics, reduce
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.build import build_model
+from megatron_dapo.models.load import load_hf
+from megatron_dapo.models.megatron_config import transformer_config
+from megatron_dapo.parallel.capabilities import capabilities
+from megatron_dapo.parallel.topology import Topology
+
+TokenOutputs = dict[str, Tensor]  # name -> [b, r], each response token's value
+Result = Callable[[Tensor, PackedMicroBatch], tuple[Tensor, Any]]
+LossFunction = Callable[[TokenOutputs, TensorDict], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: merged metrics of this rank's micro-batches (empty off the last stage), norm and rate."""
+
+    metrics: Metrics
+    grad_norm: float
+    lr: float
+
+
+class MegatronEngine:
+    """`optim=None` makes a forward-only engine; `value_head=True` a critic that outputs `values`."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        topology: Topology,
+        *,
+        hf_dir: Path | None,
+        optim: OptimConfig | None = None,
+        total_steps: int = 1,
+        value_head: bool = False,
+        temperature: float = 1.0,
+    ):
+        self.arch, self.temperature, self.value_head = arch, temperature, value_head
+        self.config = transformer_config(arch, model, parallel)
+        self.chunks: list[GPTModel] = build_model(arch, self.config, value_head=value_head)
+        if hf_dir is not None:
+            load_hf(self.chunks, arch, topology, hf_dir, value_head=value_head)
+        self.optimizer = self.scheduler = None
+        self.wrapped: list = list(self.chunks)
+        if optim is not None:
+            self._make_trainable(optim, total_steps)
+
+    def _make_trainable(self, optim: OptimConfig, total_steps: int) -> None:
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
+        )
+        self.wrapped = [
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(self.chunks)
+        ]
+        self.optimizer = build_optimizer(self.wrapped, optim, self.config.params_dtype)
+        self.scheduler = build_scheduler(self.optimizer, optim, total_steps)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def set_step(self, step: int) -> None:
+        """Learning rate and weight decay of trainer step `step` (from 1)."""
+        self.scheduler.step(step - self.scheduler.num_steps)
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next optimizer step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[TensorDict], outputs: Sequence[str]) -> list[TokenOutputs]:
+        """Per micro-batch, in order, the named outputs of each response token; empty unless on the last stage."""
+
+        def keep(output: Tensor, batch: PackedMicroBatch) -> tuple[Tensor, TokenOutputs]:
+            tokens = self._token_outputs(output, batch, outputs)
+            return torch.zeros((), device=output.device), {name: value.cpu() for name, value in tokens.items()}
+
+        return self._run(micro_batches, keep, forward_only=True)
+
+    @torch.no_grad()
+    def logits(self, rows: TensorDict) -> Tensor | None:
+        """This rank's vocabulary share of the logits `[t, v/tp]` of the packed rows; None unless on the last stage."""
+
+        def keep(output: Tensor, batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+            whole = whole_context(output[0].float(), batch, mpu.get_context_parallel_group())
+            return torch.zeros((), device=output.device), whole.cpu()
+
+        results = self._run([rows], keep, forward_only=True)
+        return results[0] if results else None
+
+    def train_step(self, micro_batches: Sequence[TensorDict], loss: LossFunction, outputs: Sequence[str]) -> StepResult:
+        """One optimizer step over this rank's share of a mini-batch. `loss` returns its share of the global loss."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # Megatron divides by the micro-batches of a rank and averages over the data-parallel ranks; undo both.
+        scale = len(micro_batches) * mpu.get_data_parallel_world_size()
+
+        def scaled(output: Tensor, batch: PackedMicroBatch) -> tuple[Tensor, Metrics]:
+            value, metrics = loss(self._token_outputs(output, batch, outputs), batch.rows)
+            return value * scale, metrics
+
+        metrics = self._run(micro_batches, scaled, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        return StepResult(reduce(metrics), float(grad_norm), self.lr)
+
+    def _run(self, micro_batches: Sequence[TensorDict], result: Result, forward_only: bool) -> list:
+        """All micro-batches through Megatron's schedule; what `result` gave for each, on the last pipeline stage."""
+        packed = [self._pack(rows) for rows in micro_batches]
+        for chunk in self.wrapped:
+            chunk.train(not forward_only)
+
+        def forward_step(iterator: Iterator[PackedMicroBatch], model: torch.nn.Module):
+            batch = next(iterator)
+            output = model(batch.tokens, batch.positions, None, packed_seq_params=_packed_seq_params(batch))
+            return output, lambda tensor: result(tensor, batch)
+
+        iterators = [iter(packed) for _ in self.wrapped]
+        single = len(self.wrapped) == 1
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators[0] if single else iterators,
+            model=self.wrapped[0] if single else self.wrapped,
+            num_microbatches=len(packed),
+            seq_length=max(batch.tokens.shape[1] for batch in packed),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _pack(self, rows: TensorDict) -> PackedMicroBatch:
+        return pack_rows(
+            rows.to(capabilities().device),
+            context_parallel=self.config.context_parallel_size,
+            context_rank=mpu.get_context_parallel_rank(),
+            tensor_parallel=self.config.tensor_model_parallel_size,
+        )
+
+    def _token_outputs(self, output: Tensor, batch: PackedMicroBatch, names: Sequence[str]) -> TokenOutputs:
+        """The last stage's output [1, t, v/tp] (critic: [1, t, 1]) as per-response-token values."""
+        group = mpu.get_context_parallel_group()
+        if self.value_head:
+            return {"values": unpack(output[0, :, 0].float(), batch, group)}
+        flat = token_statistics(
+            output[0],
+            batch.labels[0],
+            names,
+            temperature=self.temperature,
+            vocab=self.arch.vocab,
+            group=mpu.get_tensor_model_parallel_group(),
+        )
+        return {name: unpack(value, batch, group) for name, value in flat.items()}
+
+
+def _packed_seq_params(batch: PackedMicroBatch) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )

@@ -1,0 +1,97 @@
+"""How a rank ends when something goes wrong: the first to fail tells why, once, and every process leaves."""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_dapo.errors import UserError
+
+EXIT_ERROR = 1
+EXIT_USER_ERROR = 2
+_CLAIM_SECONDS = 120.0
+
+
+def run_rank(main: Callable[[], None]) -> None:
+    """Runs a rank's `main` and leaves the process with the right code, even if other threads or collectives hang.
+
+    A failing rank makes its peers fail in their collectives; only the first rank of a launcher to fail prints.
+    """
+    try:
+        main()
+    except BaseException as error:  # every way out of a rank ends here: a rank that lingers would hang its peers
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            _leave(0)
+        if _claim(_first_failure_file()):
+            _tell(error)
+        _leave(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR)
+    _leave(0)
+
+
+def _first_failure_file() -> Path:
+    """One name for all ranks that the same launcher started."""
+    port = os.environ.get("MASTER_PORT", "0")
+    return Path(tempfile.gettempdir()) / f"megatron_dapo_failed_{os.getppid()}_{port}"
+
+
+def _claim(path: Path) -> bool:
+    """Whether this process is the first to say so; an old claim of a recycled process id does not count."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > _CLAIM_SECONDS:
+            path.unlink()
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # the disk is full or the directory is gone: better told twice than not at all
+    return True
+
+
+def _tell(error: BaseException) -> None:
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return
+    rank = os.environ.get("RANK", "0")
+    text = "".join(traceback.format_exception(error))
+    print(f"[rank {rank}] failed:\n{text}", file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> None:
+    """No interpreter shutdown: it would wait for threads that wait for dead peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class StopRequest:
+    """The first Ctrl-C or SIGTERM asks the loop to save and stop after the current step; the second ends at once."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def install(self) -> "StopRequest":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self._event.is_set():
+            os._exit(128 + number)
+        self._event.set()
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+
+def ignore_stop_signals() -> None:
+    """Serving ranks and engines leave when the driver tells them to, not when the terminal signals the whole group."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

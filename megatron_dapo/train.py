@@ -1,0 +1,47 @@
+"""The program of one rank: `torchrun … -m megatron_dapo.train key=value …`. Rank 0 drives, the others serve."""
+
+import sys
+
+from megatron_dapo.config import Config, load_config
+from megatron_dapo.parallel import host_cuda
+from megatron_dapo.runtime.failure import StopRequest, ignore_stop_signals, run_rank
+from megatron_dapo.runtime.group import serve
+
+
+def train(config: Config) -> None:
+    """Brings this rank up and drives or serves until the run ends."""
+    host_cuda.install()  # before anything imports megatron.core
+    from megatron_dapo.trainers import bringup, stages, sync
+    from megatron_dapo.trainers.export import export_and_check
+    from megatron_dapo.trainers.worker import Worker
+
+    topology = bringup.topology_of(config)
+    arch = bringup.checked_architecture(config)
+    driver = bringup.rank() == 0
+    inputs = bringup.read_inputs(config)
+    stop = StopRequest().install() if driver else ignore_stop_signals()
+    control = bringup.join_world(config, topology)
+    worker = Worker(config, arch, topology, bringup.rank(), inputs.total_steps)
+    try:
+        if driver:
+            group = bringup.worker_group(worker, control)
+            run = bringup.build_run(config, topology, group, inputs, stop)
+            stages.connect_rollout(run.ranks, bringup.segment_prefix())
+            bringup.resume(run)
+            sync.fit(run)
+            if config.trainer.export_hf and not stop:
+                export_and_check(run)
+            run.close()
+        else:
+            serve(worker, control)
+    finally:
+        worker.close()
+
+
+def main() -> None:
+    """The rank's entry point; every way out sets the exit code."""
+    run_rank(lambda: train(load_config(sys.argv[1:], command="train")))
+
+
+if __name__ == "__main__":  # checkpointing starts helper processes that import this file
+    main()

@@ -1,0 +1,178 @@
+"""From a configuration to a rank that stands: architecture, layout, world; and to the driver's Run."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dapo.algorithms import DynamicSampler, check_inputs, kl_controller
+from megatron_dapo.config import Config, ModelNumbers, check_model, check_world
+from megatron_dapo.data.dataset import PromptDataset, PromptLoader, PromptOptions
+from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.errors import UserError
+from megatron_dapo.metrics import Trackers
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.parallel.capabilities import capabilities
+from megatron_dapo.parallel.groups import init_distributed
+from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.rewards import RewardManager
+from megatron_dapo.runtime.failure import StopRequest
+from megatron_dapo.runtime.group import LocalWorkerGroup, TorchrunWorkerGroup, WorkerGroup, control_group
+from megatron_dapo.trainers.checkpoints import CheckpointStore, step_of
+from megatron_dapo.trainers.dispatch import Dispatcher
+from megatron_dapo.trainers.generation import Generator, rollout_hosts, training_sampling, validation_sampling
+from megatron_dapo.trainers.run import Run
+from megatron_dapo.trainers.stages import Ranks
+
+
+def rank() -> int:
+    """This process's number in the world that the launcher started; 0 alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def topology_of(config: Config) -> Topology:
+    """The layout of the world that the launcher started. Raises ConfigError where they do not fit."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    check_world(config, world)
+    parallel = config.parallel
+    return Topology(
+        world=world,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=config.derived.expert_tensor,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+        pipeline_layout=parallel.pipeline_layout,
+    )
+
+
+def checked_architecture(config: Config) -> Architecture:
+    """The model's architecture, after checking that the layout fits it."""
+    arch = Architecture.from_dir(config.model.path)
+    mixture = arch.mixture
+    numbers = ModelNumbers(
+        layers=arch.layers,
+        heads=arch.heads,
+        kv_heads=arch.kv_heads,
+        ffn=arch.ffn,
+        experts=arch.experts,
+        topk=mixture.topk if mixture else 0,
+        expert_ffn=mixture.ffn if mixture else 0,
+        max_positions=arch.max_positions,
+    )
+    check_model(config, numbers)
+    return arch
+
+
+def join_world(config: Config, topology: Topology) -> dist.ProcessGroup | None:
+    """Process groups of this rank; the control group where there are other ranks."""
+    init_distributed(topology, config.trainer.seed)
+    return control_group() if topology.world > 1 else None
+
+
+def worker_group(worker: object, control: dist.ProcessGroup | None) -> WorkerGroup:
+    """The driver's hand on all ranks."""
+    return LocalWorkerGroup(worker) if control is None else TorchrunWorkerGroup(worker, control)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the driver reads before any engine starts, so that bad data ends a run in seconds."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: PromptDataset
+    validation: PromptDataset | None
+    total_steps: int
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Tokenizer and prompt files; raises one clear error for whatever is wrong with them."""
+    data, trainer = config.data, config.trainer
+    tokenizer = load_tokenizer(config.model.path)
+    options = PromptOptions(
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        prompt_key=data.prompt_key,
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=data.chat_template_kwargs,
+    )
+    train = PromptDataset(data.train_files, tokenizer, options, max_samples=data.train_max_samples)
+    validation = None
+    if data.val_files:
+        validation = PromptDataset(data.val_files, tokenizer, options, max_samples=data.val_max_samples)
+    total = trainer.total_training_steps or trainer.total_epochs * len(train) // data.train_batch_size
+    if total < 1:
+        raise UserError(
+            f"data.train_batch_size={data.train_batch_size} is more than the {len(train)} prompts of an epoch; "
+            "lower it or set trainer.total_training_steps"
+        )
+    check_inputs(config.algorithm.adv_estimator, estimator_inputs(config))
+    return Inputs(tokenizer, train, validation, total)
+
+
+def estimator_inputs(config: Config) -> set[str]:
+    """What this run can give to an advantage estimator."""
+    available = {"group_ids", "old_logprob"}
+    available |= {"values"} if config.derived.critic_enabled else set()
+    available |= {"sum_pi_squared"} if config.actor.calculate_sum_pi_squared else set()
+    available |= {"rollout_is_weights"} if config.algorithm.rollout_correction.rollout_is else set()
+    return available
+
+
+def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: Inputs, stop: StopRequest) -> Run:
+    """The driver's Run over ranks that stand."""
+    directory = Path(config.trainer.default_local_dir)
+    config.save(directory)
+    stop_ids = (inputs.tokenizer.eos_token_id,)
+    filters, kl, data = config.algorithm.filter_groups, config.algorithm.kl_ctrl, config.data
+    hosts = rollout_hosts(config, topology, gpus=capabilities().cuda)
+    return Run(
+        config=config,
+        directory=directory,
+        ranks=Ranks(group, Dispatcher(topology, config.actor.max_tokens_per_micro_batch), hosts),
+        generate=Generator(group, hosts, config.trainer.seed),
+        tokenizer=inputs.tokenizer,
+        loader=PromptLoader(inputs.train, seed=data.seed, shuffle=data.shuffle),
+        validation=inputs.validation,
+        reward=RewardManager(config.reward, inputs.tokenizer, data.max_response_length),
+        sampler=DynamicSampler(
+            train_batch_size=data.train_batch_size,
+            gen_batch_size=config.derived.gen_batch_size,
+            max_num_gen_batches=filters.max_num_gen_batches,
+            metric=filters.metric,
+            enable=filters.enable,
+            on_exhausted=filters.on_exhausted,
+            surplus=filters.surplus,
+        ),
+        kl=kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon),
+        trackers=Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json")),
+        store=CheckpointStore(directory / "checkpoints", config.trainer.max_ckpt_to_keep),
+        total_steps=inputs.total_steps,
+        sampling=training_sampling(config, stop_ids),
+        validation_sampling=validation_sampling(config, stop_ids),
+        stop=stop,
+    )
+
+
+def resume(run: Run) -> None:
+    """Continues where `trainer.resume_mode` says; a fresh start where there is nothing to continue."""
+    trainer = run.config.trainer
+    if trainer.resume_mode == "path":
+        directory = Path(trainer.resume_from_path or "")
+        step_of(directory)
+        run.restore(directory)
+    elif trainer.resume_mode == "auto" and (step := run.store.latest()) is not None:
+        run.restore(run.store.path(step))
+    if run.step:
+        print(f"resumed after step {run.step} of {run.total_steps}", flush=True)
+
+
+def segment_prefix() -> str:
+    """Where this run's shared-memory segments are named for the moment in which all ranks open them."""
+    return f"/dev/shm/megatron_dapo-{os.getpid()}"

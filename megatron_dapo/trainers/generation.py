@@ -1,0 +1,110 @@
+"""From prompts to groups: requests for every sample, spread over the engines, scored, and put together again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_dapo.algorithms import filter_value
+from megatron_dapo.config import Config
+from megatron_dapo.data.types import Group, Prompt, Score, Trajectory
+from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.rewards import RewardManager
+from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampling, sample_seed
+from megatron_dapo.runtime.group import WorkerGroup
+
+
+def rollout_hosts(config: Config, topology: Topology, *, gpus: bool) -> tuple[int, ...]:
+    """The ranks that own a rollout engine: on GPUs the first of every `tensor_parallel_size`, on a CPU host rank 0…"""
+    if gpus:  # untested on GPU
+        width = config.rollout.tensor_parallel_size
+        return tuple(range(0, topology.world, width))
+    return tuple(range(min(config.rollout.engines or 1, topology.world)))
+
+
+def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling:
+    """How responses to train on are drawn."""
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=config.data.max_response_length,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling:
+    """How validation responses are drawn: `do_sample=false` is greedy."""
+    val = config.rollout.val_kwargs
+    return Sampling(
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        max_tokens=config.data.max_response_length,
+        stop=tuple(config.rollout.stop),
+        stop_token_ids=tuple(stop_token_ids),
+    )
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Samples on all engines through the worker group; which engine a prompt lands on does not change its samples."""
+
+    group: WorkerGroup
+    hosts: tuple[int, ...]
+    seed: int
+
+    def __call__(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, step: int) -> list[list[Trajectory]]:
+        """`n` trajectories of every prompt, in order."""
+        shares: list[list[GenerationRequest]] = [[] for _ in range(self.group.size)]
+        for index, prompt in enumerate(prompts):
+            host = self.hosts[index * len(self.hosts) // len(prompts)]
+            shares[host] += [
+                GenerationRequest(
+                    request_id=f"{step}/{prompt.uid}/{sample}",
+                    prompt_ids=prompt.token_ids,
+                    seed=sample_seed(self.seed, step, prompt.uid, sample),
+                    sampling=sampling,
+                )
+                for sample in range(n)
+            ]
+        answers = [generation for share in self.group.call("generate", shares) for generation in share]
+        by_id = {generation.request_id: generation for generation in answers}
+        return [
+            [_trajectory(prompt, sample, by_id[f"{step}/{prompt.uid}/{sample}"]) for sample in range(n)]
+            for prompt in prompts
+        ]
+
+
+def _trajectory(prompt: Prompt, sample: int, generation: Generation) -> Trajectory:
+    return Trajectory(
+        uid=prompt.uid,
+        sample=sample,
+        response_ids=generation.token_ids,
+        rollout_log_probs=generation.logprobs,
+        finish_reason=generation.finish_reason,
+        weight_versions=generation.weight_versions,
+        routed_experts=generation.routed_experts,
+    )
+
+
+def score_groups(
+    reward: RewardManager, prompts: Sequence[Prompt], trajectories: Sequence[Sequence[Trajectory]]
+) -> list[Group]:
+    """Whole groups with their scores. A sample whose verifier failed (status "failed") leaves its group."""
+    flat = [(prompt, one) for prompt, many in zip(prompts, trajectories, strict=True) for one in many]
+    scores = iter(reward.score([prompt for prompt, _ in flat], [one for _, one in flat]))
+    return [
+        _group(prompt, many, [next(scores) for _ in many]) for prompt, many in zip(prompts, trajectories, strict=True)
+    ]
+
+
+def _group(prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> Group:
+    kept = [(one, score) for one, score in zip(trajectories, scores, strict=True) if score.status == "ok"]
+    return Group(prompt, tuple(one for one, _ in kept), tuple(score for _, score in kept))
+
+
+def group_values(group: Group, metric: str) -> list[float]:
+    """The values by which dynamic sampling judges a group."""
+    return [filter_value(score, metric) for score in group.scores]

@@ -1,0 +1,88 @@
+"""Everything the driver of a run holds: configuration, ranks, data, reward, sampler, trackers; and its saved state."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from megatron_dapo.algorithms import DynamicSampler
+from megatron_dapo.algorithms.kl import FixedKLController
+from megatron_dapo.config import Config
+from megatron_dapo.data.dataset import PromptDataset, PromptLoader
+from megatron_dapo.metrics import Timer, Trackers
+from megatron_dapo.rewards import RewardManager
+from megatron_dapo.rollout.requests import Sampling
+from megatron_dapo.runtime.failure import StopRequest
+from megatron_dapo.trainers.checkpoints import CheckpointStore
+from megatron_dapo.trainers.generation import Generator
+from megatron_dapo.trainers.stages import Ranks
+
+TRAINER_STATE = "trainer_state.pt"
+
+
+@dataclass
+class Run:
+    """The driver's side of a run. `step` is the last finished step."""
+
+    config: Config
+    directory: Path
+    ranks: Ranks
+    generate: Generator
+    tokenizer: PreTrainedTokenizerBase
+    loader: PromptLoader
+    validation: PromptDataset | None
+    reward: RewardManager
+    sampler: DynamicSampler
+    kl: FixedKLController
+    trackers: Trackers
+    store: CheckpointStore
+    total_steps: int
+    sampling: Sampling
+    validation_sampling: Sampling
+    stop: StopRequest = field(default_factory=StopRequest)
+    timer: Timer = field(default_factory=Timer)
+    step: int = 0
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills rows; no loss ever counts it."""
+        return self.tokenizer.pad_token_id or 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the driver itself must remember to go on as if nothing had happened."""
+        return {
+            "step": self.step,
+            "loader": self.loader.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "kl": self.kl.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.loader.load_state_dict(state["loader"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.kl.load_state_dict(state["kl"])
+
+    def save(self) -> Path:
+        """A checkpoint of this step: all ranks write, then it becomes the latest in one move, or leaves no trace."""
+        partial = self.store.begin(self.step)
+        try:
+            self.ranks.group.call("save", directory=partial)
+            torch.save(self.state_dict(), partial / TRAINER_STATE)
+            return self.store.commit(self.step)
+        except BaseException:
+            self.store.abandon(self.step)
+            raise
+
+    def restore(self, directory: Path) -> None:
+        """Continues from a checkpoint of any layout."""
+        self.ranks.group.call("load", directory=directory)
+        self.load_state_dict(torch.load(directory / TRAINER_STATE, weights_only=False))
+
+    def close(self) -> None:
+        """Ends the serving ranks, the verifiers and the trackers."""
+        self.ranks.group.close()
+        self.reward.close()
+        self.trackers.close()

@@ -1,0 +1,82 @@
+"""The synchronous loop: sample groups, train on them, push the weights. It reads as the algorithm."""
+
+from functools import partial
+
+from megatron_dapo.data.batch import to_batch, union
+from megatron_dapo.data.types import Group
+from megatron_dapo.metrics import Metrics, merge
+from megatron_dapo.trainers import report, stages
+from megatron_dapo.trainers.generation import group_values, score_groups
+from megatron_dapo.trainers.run import Run
+from megatron_dapo.trainers.validation import validate
+
+
+def fit(run: Run) -> None:
+    """From the step after the last finished one to the end, or until a stop is requested."""
+    config, timer = run.config, run.timer
+    push_weights(run)
+    if config.trainer.val_before_train and run.step == 0:
+        report.log(run, 0, validate(run))
+    while run.step < run.total_steps and not run.stop:
+        with timer.stage("step"):
+            groups, metrics = sample_groups(run, run.step + 1)
+            if groups:  # none where dynamic sampling may skip a step
+                metrics = merge(metrics, train_on(run, groups, run.step + 1))
+            run.step += 1
+            metrics = merge(metrics, push_weights(run))
+            if is_due(run, config.trainer.test_freq):
+                metrics = merge(metrics, validate(run))
+            if is_due(run, config.trainer.save_freq):
+                with timer.stage("save_checkpoint"):
+                    run.save()
+        report.step(run, groups, metrics)
+    if run.stop and config.trainer.save_freq > 0 and run.step not in run.store.steps():
+        run.save()
+
+
+def sample_groups(run: Run, step: int) -> tuple[list[Group], Metrics]:
+    """Generation batches until `train_batch_size` groups carry a signal (dynamic sampling), in order of arrival."""
+    sampler, metric = run.sampler, run.config.algorithm.filter_groups.metric
+    while count := sampler.need():
+        prompts = run.loader.next(count)
+        with run.timer.stage("gen"):
+            trajectories = run.generate(prompts, run.config.rollout.n, run.sampling, step=step)
+        with run.timer.stage("reward"):
+            groups = score_groups(run.reward, prompts, trajectories)
+        sampler.add([group for group in groups if group.scores], partial(group_values, metric=metric))
+    return sampler.take(), report.filter_metrics(sampler)
+
+
+def train_on(run: Run, groups: list[Group], step: int) -> Metrics:
+    """One training step on whole groups: old and reference log-probs, values, advantages, updates."""
+    config, ranks, timer = run.config, run.ranks, run.timer
+    batch = to_batch(groups, run.pad_id)
+    with timer.stage("old_log_prob"):
+        old, metrics = stages.old_log_prob(ranks, config, batch)
+        batch = union(batch, old)
+    if config.derived.reference_needed:
+        with timer.stage("ref"):
+            batch = union(batch, stages.reference_log_prob(ranks, batch))
+    if config.derived.critic_enabled:
+        with timer.stage("values"):
+            batch = union(batch, stages.critic_values(ranks, batch))
+    with timer.stage("adv"):
+        batch, adv_metrics = stages.advantages(config, batch, run.kl)
+    if config.derived.critic_enabled:
+        with timer.stage("update_critic"):
+            metrics = merge(metrics, stages.update_critic(ranks, config, batch, step))
+    if config.trainer.critic_warmup <= step:
+        with timer.stage("update_actor"):
+            metrics = merge(metrics, stages.update_actor(ranks, config, batch, step))
+    return merge(merge(metrics, adv_metrics), report.batch_metrics(run, batch, groups))
+
+
+def push_weights(run: Run) -> Metrics:
+    """The actor's weights to every engine, as version `run.step`."""
+    with run.timer.stage("update_weights"):
+        return stages.push_weights(run.ranks, version=run.step)
+
+
+def is_due(run: Run, every: int) -> bool:
+    """Whether something done every so many steps is due after this one; the last step always counts."""
+    return every > 0 and (run.step % every == 0 or run.step == run.total_steps)

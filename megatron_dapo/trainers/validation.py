@@ -1,0 +1,26 @@
+"""Validation during training: held-out prompts, sampled or greedy, through the same engines and verifiers."""
+
+from megatron_dapo.metrics import Mean, Metrics
+from megatron_dapo.trainers.generation import score_groups
+from megatron_dapo.trainers.run import Run
+
+CHUNK = 1024  # prompts in flight at once, so that a large set does not become one message
+
+
+def validate(run: Run) -> Metrics:
+    """`val-core/<source>/acc/mean@n` and companions; nothing where there are no validation files."""
+    if run.validation is None:
+        return {}
+    n = run.config.rollout.val_kwargs.n
+    groups = []
+    with run.timer.stage("testing"):
+        for start in range(0, len(run.validation), CHUNK):
+            indices = range(start, min(start + CHUNK, len(run.validation)))
+            prompts = [run.validation.draw(index, epoch=0) for index in indices]
+            trajectories = run.generate(prompts, n, run.validation_sampling, step=-1)
+            groups += score_groups(run.reward, prompts, trajectories)
+    metrics: Metrics = {}
+    for source in sorted({group.prompt.data_source for group in groups}):
+        accuracies = [score.acc for g in groups if g.prompt.data_source == source for score in g.scores]
+        metrics[f"val-core/{source}/acc/mean@{n}"] = Mean(sum(accuracies), len(accuracies))
+    return metrics

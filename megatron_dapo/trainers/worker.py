@@ -1,0 +1,238 @@
+"""What one rank holds and can do: its roles (actor, reference, critic), its rollout engine, its part of every push.
+
+The driver calls these methods on all ranks at once through a worker group; arguments and results are plain data.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from megatron_dapo.algorithms import PolicyLossConfig
+from megatron_dapo.config import Config
+from megatron_dapo.engine.checkpoint import load_engine, save_engine
+from megatron_dapo.engine.engine import MegatronEngine, StepResult
+from megatron_dapo.engine.losses import Normalizer, actor_loss, critic_loss, supervised_loss
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.export import export_hf
+from megatron_dapo.models.slices import Layout
+from megatron_dapo.models.storage import storages
+from megatron_dapo.models.tables import megatron_slices
+from megatron_dapo.parallel.capabilities import capabilities
+from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.resharding.transport_shm import Receipt, WeightPublisher
+from megatron_dapo.rollout.engine import RolloutEngine
+from megatron_dapo.rollout.requests import Generation, GenerationRequest
+from megatron_dapo.rollout.spec import EngineSpec
+from megatron_dapo.trainers.generation import rollout_hosts
+
+ACTOR, REFERENCE, CRITIC = "actor", "ref", "critic"
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """One optimizer step's share of one rank."""
+
+    micro_batches: list[TensorDict]
+    normalizer: Normalizer
+
+
+class SupervisedWorker:
+    """A rank of supervised training: the actor alone."""
+
+    def __init__(self, config: Config, arch: Architecture, topology: Topology, total_steps: int):
+        self.arch, self.topology = arch, topology
+        self.engines = {
+            ACTOR: MegatronEngine(
+                arch,
+                config.model,
+                config.parallel,
+                topology,
+                hf_dir=Path(config.model.path),
+                optim=config.sft.optim,
+                total_steps=total_steps,
+            )
+        }
+
+    def infer(self, micro_batches: list[TensorDict], *, role: str, outputs: Sequence[str]) -> list[dict[str, Tensor]]:
+        """Named per-token outputs of a role for every micro-batch, in order."""
+        return self.engines[role].forward(micro_batches, outputs)
+
+    def update_supervised(self, mini_batches: list[MiniBatch], *, step: int) -> list[StepResult]:
+        """Optimizer steps on the negative log-likelihood."""
+        engine = self.engines[ACTOR]
+        engine.set_step(step)
+        return [
+            engine.train_step(batch.micro_batches, supervised_loss(batch.normalizer), ["log_probs"])
+            for batch in mini_batches
+        ]
+
+    def export(self, *, directory: Path, source: Path) -> None:
+        """The actor in Hugging Face format; tokenizer and configuration come from `source`."""
+        export_hf(self.engines[ACTOR].chunks, self.arch, self.topology, directory, source_dir=source)
+
+    def logits(self, *, rows: TensorDict) -> Tensor | None:
+        """This rank's share of the actor's logits, see `MegatronEngine.logits`."""
+        return self.engines[ACTOR].logits(rows)
+
+
+class Worker(SupervisedWorker):
+    """A rank of reinforcement learning. Built after the process groups; its engines share the rank's device."""
+
+    def __init__(self, config: Config, arch: Architecture, topology: Topology, rank: int, total_steps: int):
+        self.config, self.arch, self.topology, self.rank = config, arch, topology, rank
+        self.publisher: WeightPublisher | None = None
+        self._storages: dict[str, Tensor] = {}
+        self.rollout = start_rollout(config, topology, rank)  # its process loads while Megatron is being built
+        self.engines = build_engines(config, arch, topology, total_steps)
+
+    def update_actor(self, mini_batches: list[MiniBatch], *, step: int) -> list[StepResult]:
+        """One optimizer step per mini-batch, all at the learning rate of trainer step `step`."""
+        actor, engine = self.config.actor, self.engines[ACTOR]
+        engine.set_step(step)
+        entropy = ["entropy"] if actor.entropy_coeff else []
+        loss_config = policy_loss_config(self.config)
+        return [
+            engine.train_step(
+                batch.micro_batches, actor_loss(actor, loss_config, batch.normalizer), ["log_probs", *entropy]
+            )
+            for batch in mini_batches
+        ]
+
+    def update_critic(self, mini_batches: list[MiniBatch], *, step: int) -> list[StepResult]:
+        """As `update_actor`, for the value model."""
+        engine = self.engines[CRITIC]
+        engine.set_step(step)
+        return [
+            engine.train_step(batch.micro_batches, critic_loss(self.config.critic, batch.normalizer), ["values"])
+            for batch in mini_batches
+        ]
+
+    def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
+        """Samples on this rank's engine; ranks without one get no requests."""
+        return self.rollout.generate(requests) if self.rollout is not None and requests else []
+
+    def rollout_layouts(self) -> list[Any]:
+        """What each tensor-parallel rank of this rank's engine stores; empty where there is no engine."""
+        if self.rollout is None:
+            return []
+        self.rollout.wait_ready(_START_SECONDS)
+        return self.rollout.layouts()
+
+    def connect(self, *, destinations: Mapping[int, Layout], dtypes: Mapping[str, str], prefix: str) -> None:
+        """Plans this rank's part of every push to the engines' ranks `destinations`."""
+        te = capabilities().transformer_engine
+        sources = {rank: megatron_slices(self.arch, self.topology, rank, te=te) for rank in range(self.topology.world)}
+        self.publisher = WeightPublisher(
+            self.rank, sources[self.rank], self._storage, sources, destinations, prefix, dtypes=dtypes
+        )
+
+    def _storage(self, name: str) -> Tensor:
+        return self._storages[name]
+
+    def publish(self) -> list[Receipt]:
+        """Writes this rank's share of the actor's weights where the engines will read it."""
+        assert self.publisher is not None, "connect comes before publish"
+        self._storages = storages(self.engines[ACTOR].chunks)  # where they are now: offloading moves them
+        return self.publisher.write()
+
+    def load_weights(self, update: list[dict[str, Any]], *, version: int) -> list[dict[str, Any]]:
+        """Lets this rank's engine take over what was published for it."""
+        return self.rollout.update_weights(update, version) if self.rollout is not None else []
+
+    def save(self, *, directory: Path) -> None:
+        """Every trained role's distributed checkpoint, below `directory`."""
+        for role, engine in self.engines.items():
+            if engine.optimizer is not None:
+                (directory / role).mkdir(exist_ok=True)
+                save_engine(engine, directory / role)
+
+    def load(self, *, directory: Path) -> None:
+        """The inverse of `save`, from any layout."""
+        for role, engine in self.engines.items():
+            if engine.optimizer is not None:
+                load_engine(engine, directory / role)
+
+    def close(self) -> None:
+        """Ends this rank's engine and gives the shared memory back."""
+        if self.rollout is not None:
+            self.rollout.close()
+        if self.publisher is not None:
+            self.publisher.close()
+
+
+_START_SECONDS = 600.0
+
+
+def build_engines(
+    config: Config, arch: Architecture, topology: Topology, total_steps: int
+) -> dict[str, MegatronEngine]:
+    """The roles that this configuration needs."""
+    common = {
+        "model": config.model,
+        "parallel": config.parallel,
+        "topology": topology,
+        "temperature": config.rollout.temperature,
+    }
+    engines = {
+        ACTOR: MegatronEngine(
+            arch, hf_dir=Path(config.model.path), optim=config.actor.optim, total_steps=total_steps, **common
+        )
+    }
+    if config.derived.reference_needed:
+        engines[REFERENCE] = MegatronEngine(arch, hf_dir=Path(config.derived.ref_path), **common)
+    if config.derived.critic_enabled:
+        engines[CRITIC] = MegatronEngine(
+            arch,
+            hf_dir=Path(config.derived.critic_path),
+            optim=config.critic.optim,
+            total_steps=total_steps,
+            value_head=True,
+            **common,
+        )
+    return engines
+
+
+def policy_loss_config(config: Config) -> PolicyLossConfig:
+    """The parameters of the policy losses, gathered from where users set them."""
+    actor = config.actor
+    named = actor.policy_loss.model_dump(exclude={"loss_mode"})
+    return PolicyLossConfig(
+        clip_ratio=actor.clip_ratio,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        **named,
+    )
+
+
+def start_rollout(config: Config, topology: Topology, rank: int) -> RolloutEngine | None:
+    """Starts this rank's vLLM process, if it hosts one; does not wait for it."""
+    hosts = rollout_hosts(config, topology, gpus=capabilities().cuda)
+    if rank not in hosts:
+        return None
+    rollout, index = config.rollout, hosts.index(rank)
+    local, width = int(os.environ.get("LOCAL_RANK", "0")), rollout.tensor_parallel_size
+    return RolloutEngine.start(
+        EngineSpec(
+            model=config.model.path,
+            dtype=config.derived.rollout_dtype,
+            tensor_parallel_size=width,
+            max_model_len=config.derived.max_model_len,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            kv_cache_gb=rollout.kv_cache_gb,
+            enforce_eager=rollout.enforce_eager,
+            enable_prefix_caching=rollout.enable_prefix_caching,
+            routed_experts=config.model.router_replay == "R3",
+            seed=config.trainer.seed,
+            name=f"rollout-{index}",
+            gpus=tuple(range(local, local + width)) if capabilities().cuda else None,  # untested on GPU
+            engine_kwargs=rollout.engine_kwargs,
+        )
+    )
