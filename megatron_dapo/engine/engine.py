@@ -22,7 +22,7 @@ from megatron_dapo.config.model import ModelConfig, ParallelConfig
 from megatron_dapo.config.training import OptimConfig
 from megatron_dapo.engine.optimizer import build_optimizer, build_scheduler
 from megatron_dapo.engine.packed import PackedMicroBatch, pack_rows, unpack, whole_context
-from megatron_dapo.engine.token_statistics import token_statistics
+from megatron_dapo.models.logprob import token_statistics
 from megatron_dapo.metrics import Metrics, reduce
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.build import build_model
