@@ -40,16 +40,16 @@ class Grouped:
         counted = torch.ones_like(scores, dtype=torch.bool) if counted is None else counted
         scores = scores.double()
         self.counted = counted
-        low = self._extreme(scores, "amin", torch.inf)
-        high = self._extreme(scores, "amax", -torch.inf)
+        low, high = -self.max(-scores), self.max(scores)
         self.offset = torch.where(low.isfinite(), low, 0.0)
         self.shifted = scores - self.offset[self.groups]
         self.size = self.sum(counted.double())
         self.is_constant = (low >= high)[self.groups]  # also true of a group nobody of which is counted
 
-    def _extreme(self, scores: Float[Tensor, " b"], reduce: str, start: float) -> Float[Tensor, " g"]:
-        out = scores.new_full((self.count,), start)
-        return out.scatter_reduce_(0, self.groups, torch.where(self.counted, scores, start), reduce)
+    def max(self, values: Float[Tensor, " b"]) -> Float[Tensor, " g"]:
+        """Largest counted value of each group; -inf when none is counted."""
+        out = values.new_full((self.count,), -torch.inf)
+        return out.scatter_reduce_(0, self.groups, torch.where(self.counted, values, -torch.inf), "amax")
 
     def sum(self, values: Float[Tensor, " b"]) -> Float[Tensor, " g"]:
         """Sum of the counted values of each group."""

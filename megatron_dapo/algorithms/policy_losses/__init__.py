@@ -1,6 +1,18 @@
 """Policy losses by name; importing this package registers them all."""
 
-from megatron_dapo.algorithms.policy_losses import vanilla as _vanilla
+from megatron_dapo.algorithms.policy_losses import (  # noqa: F401  (each import registers a loss)
+    cispo,
+    clip_cov,
+    dppo,
+    dro,
+    geo_mean,
+    gpg,
+    gspo,
+    kl_cov,
+    reinforce,
+    sapo,
+    vanilla,
+)
 from megatron_dapo.algorithms.policy_losses.base import (
     PolicyLoss,
     PolicyLossConfig,
@@ -8,7 +20,5 @@ from megatron_dapo.algorithms.policy_losses.base import (
     policy_loss_names,
     register_policy_loss,
 )
-
-_REGISTERED = (_vanilla,)
 
 __all__ = ["PolicyLoss", "PolicyLossConfig", "policy_loss", "policy_loss_names", "register_policy_loss"]

@@ -6,7 +6,7 @@ from typing import Protocol
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dapo.algorithms.masked import real, valid
+from megatron_dapo.algorithms.masked import masked_mean, real, valid
 from megatron_dapo.algorithms.registry import Registry
 
 LOG_RATIO_BOUND = 20.0  # exp(±20) is far outside any clip range and far inside float32
@@ -29,6 +29,7 @@ class PolicyLossConfig:
     clip_cov_ratio: float = 2e-4  # clip_cov: share of tokens to detach
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0
+    clip_cov_seed: int = 0
     kl_cov_ratio: float = 2e-4  # kl_cov: share of tokens to penalise
     ppo_kl_coef: float = 0.1
     dro_beta: float | None = None  # dro: must be set to use it
@@ -95,3 +96,11 @@ def weighted(
     if rollout_is_weights is not None:
         loss = loss * rollout_is_weights.detach()
     return valid(loss, mask)
+
+
+def token_covariance(
+    logprob: Float[Tensor, "b t"], advantages: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
+    """(A - mean A)·(log π - mean log π) per token, means over the valid tokens of this call; no gradient."""
+    logprob = real(logprob.detach())
+    return valid((advantages - masked_mean(advantages, mask)) * (logprob - masked_mean(logprob, mask)), mask)

@@ -28,7 +28,7 @@ def vanilla(
 ) -> tuple[Float[Tensor, "b t"], dict[str, float]]:
     """max(-A·r, -A·clip(r, 1 - low, 1 + high)), and for A < 0 at most c·|A|; r = π/π_old.
 
-    Sources: PPO (arXiv:1707.06347, eq. 7), dual clip (arXiv:1912.09729, eq. 5), decoupled range (DAPO,
+    Sources: PPO (arXiv:1707.06347, eq. 7), dual clip (arXiv:1912.09729), decoupled range (DAPO,
     arXiv:2503.14476, eq. 10). The maximum clips only on the side where moving further would pay, so the whole formula
     is -A·r with r held in [0, 1 + high] for A ≥ 0 and in [1 - low, c] for A < 0; a token at a bound has no gradient.
     """
