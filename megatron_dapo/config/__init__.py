@@ -5,6 +5,7 @@ from megatron_dapo.config.checks_parallel import ModelNumbers, check_model, chec
 from megatron_dapo.config.compose import compose, configs_root, load_config
 from megatron_dapo.config.problems import ConfigError, Problem
 from megatron_dapo.config.schema import Config, build
+from megatron_dapo.config.verl import split_words, translate_verl
 
 __all__ = [
     "Config",
@@ -19,5 +20,7 @@ __all__ = [
     "configs_root",
     "load_config",
     "model_problems",
+    "split_words",
+    "translate_verl",
     "validate",
 ]

@@ -1,5 +1,7 @@
 """From `recipe=demo actor.optim.lr=3e-5` to a checked Config: Hydra composes, the schema and the checks judge."""
 
+import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -9,7 +11,10 @@ from typing import Any
 from megatron_dapo.config.checks import Command, check
 from megatron_dapo.config.problems import ConfigError, Problem, nearest
 from megatron_dapo.config.schema import Config, build_leniently
+from megatron_dapo.config.verl import translate_verl
 
+CONFIG_DIR_VARIABLE = "MEGATRON_DAPO_CONFIG_DIR"  # as `config_dir`, for the processes that a command starts
+log = logging.getLogger(__name__)
 GROUPS = ("recipe", "model", "parallel", "algorithm", "rollout", "data")
 
 
@@ -23,11 +28,14 @@ def load_config(
     """Compose `configs/`, the recipe and the overrides into a Config.
 
     `overrides` are `a.b.c=value` (Hydra's grammar) or `group=name` for a file of `configs/GROUP/NAME.yaml`;
-    `config_dir` is a second directory searched for such files. `command` ("train", "sft") says whose required keys
-    must be there; None requires none. Raises ConfigError with all problems: unknown keys, types, ranges, and keys
-    that contradict each other.
+    `config_dir` is a second directory searched for such files. verl's spellings are accepted with a note. `command`
+    ("train", "sft") says whose required keys must be there; None requires none. Raises ConfigError with all problems:
+    unknown keys, types, ranges, and keys that contradict each other.
     """
-    values = compose(overrides, recipe, config_dir)
+    translation = translate_verl(overrides)
+    for note in translation.notes:
+        log.warning("deprecated spelling: %s", note)
+    values = compose(translation.overrides, recipe, config_dir)
     config, problems = build_leniently(values)
     broken = {problem.key.partition("[")[0] for problem in problems}
     problems += [found for found in check(config, command) if not broken.intersection((found.key, *found.others))]
@@ -47,6 +55,7 @@ def compose(
     from omegaconf.errors import OmegaConfBaseException
 
     given = ([f"recipe={recipe}"] if recipe else []) + list(overrides)
+    config_dir = config_dir or os.environ.get(CONFIG_DIR_VARIABLE)
     _check_groups(given, config_dir)
     if config_dir is not None:
         given.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")

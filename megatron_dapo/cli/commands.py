@@ -1,0 +1,106 @@
+"""The commands: what each is called, which words it takes, and which room does it. A room is imported when called."""
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dapo.config import load_config, split_words, translate_verl
+from megatron_dapo.config.compose import CONFIG_DIR_VARIABLE
+
+Arguments = argparse.Namespace
+Parser = argparse.ArgumentParser
+
+
+@dataclass(frozen=True)
+class Command:
+    """`arguments` declares the words, `run` does the work and returns the exit code."""
+
+    help: str
+    arguments: Callable[[Parser], None]
+    run: Callable[[Arguments], int]
+    example: str = ""
+
+
+def _override_arguments(parser: Parser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, and groups such as recipe=demo")
+    parser.add_argument(
+        "--config-dir", metavar="DIR", help="a directory of your own with recipe/NAME.yaml and the like"
+    )
+
+
+def _use_config_dir(args: Arguments) -> None:
+    if args.config_dir is not None:
+        os.environ[CONFIG_DIR_VARIABLE] = args.config_dir  # the ranks compose the same configuration
+
+
+def _train(args: Arguments) -> int:
+    from megatron_dapo.runtime.launcher import launch
+
+    _use_config_dir(args)
+    config = load_config(args.overrides, command="train")
+    return launch("megatron_dapo.train", args.overrides, config.parallel.world_size or 1)
+
+
+def _sft(args: Arguments) -> int:
+    from megatron_dapo.runtime.launcher import launch
+
+    _use_config_dir(args)
+    config = load_config(args.overrides, command="sft")
+    return launch("megatron_dapo.sft", args.overrides, config.parallel.world_size or 1)
+
+
+def _config_arguments(parser: Parser) -> None:
+    _override_arguments(parser)
+    parser.add_argument("--for", dest="command", choices=("any", "train", "sft"), default="any",
+                        help="also require what this command cannot do without")  # fmt: skip
+    parser.add_argument("--from-verl", action="store_true", help="print verl's overrides in our words instead")
+
+
+def _config(args: Arguments) -> int:
+    if args.from_verl:
+        script = [word for text in args.overrides for word in (split_words(text) if " " in text else [text])]
+        translation = translate_verl(script)
+        print(translation.text())
+        load_config(translation.overrides)  # says on stderr what would still be wrong with them
+        return 0
+    _use_config_dir(args)
+    print(load_config(args.overrides, command=None if args.command == "any" else args.command).to_yaml(), end="")
+    return 0
+
+
+def _demo_arguments(parser: Parser) -> None:
+    _override_arguments(parser)
+    parser.add_argument("--directory", type=Path, default=Path("runs/demo"), help="where everything is written")
+
+
+def _demo(args: Arguments) -> int:
+    from megatron_dapo.cli.demo import run_demo
+
+    _use_config_dir(args)
+    run_demo(args.directory, args.overrides)
+    return 0
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "the whole line in minutes: data, warm start, DAPO, evaluation, Hugging Face export",
+        _demo_arguments, _demo, "example: megatron-dapo demo parallel.tensor=2 parallel.expert=1",
+    ),
+    "train": Command(
+        "train with DAPO on this machine (on several: torchrun … -m megatron_dapo.train)",
+        _override_arguments, _train, "example: megatron-dapo train recipe=smollm2_135m actor.optim.lr=5e-6",
+    ),
+    "sft": Command(
+        "supervised training on prompt/response rows, with the same engine",
+        _override_arguments, _sft,
+        "example: megatron-dapo sft model.path=MODEL sft.train_files=rows.parquet trainer.default_local_dir=runs/sft",
+    ),
+    "config": Command(
+        "print the resolved configuration, or what is wrong with it",
+        _config_arguments, _config,
+        "examples: megatron-dapo config recipe=demo rollout.n=4\n"
+        "          megatron-dapo config --from-verl 'actor_rollout_ref.rollout.n=16 trainer.nnodes=2'",
+    ),
+}  # fmt: skip
