@@ -41,7 +41,6 @@ class Latent:
     nope_dim: int
     rope_dim: int
     v_dim: int
-    rope_interleave: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,6 +153,8 @@ def _refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
     if window and window < config.get("max_position_embeddings", 0):
         wrong.append(f"sliding window attention ({window} tokens)")
     if family == "deepseek_v3":
+        if config.get("rope_interleave") is False:
+            wrong.append("rope_interleave false")
         if config.get("norm_topk_prob") is False:
             wrong.append("norm_topk_prob false with sigmoid routing")
         groups, chosen, topk = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
@@ -196,7 +197,6 @@ def _latent(config: Mapping[str, Any]) -> Latent:
         nope_dim=config["qk_nope_head_dim"],
         rope_dim=config["qk_rope_head_dim"],
         v_dim=config["v_head_dim"],
-        rope_interleave=config.get("rope_interleave", True),
     )
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do, asked once: CUDA, Transformer Engine, the communication backend, and the settings that follow."""
+"""What this machine can do, asked once: CUDA, Transformer Engine, the backend, and the settings that follow."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""What Megatron-core sees instead of `torch.cuda` on a host without CUDA: one device, one stream, the CPU's random state.
+"""What Megatron-core sees as `torch.cuda` on a host without CUDA: one device, one stream, the CPU's random state.
 
 Only the names that would fail on a CPU build of torch are defined; everything else is torch.cuda's own
 (`is_available()` is False there already).

@@ -155,7 +155,8 @@ def install() -> None:
 
         if not torch.cuda.is_available():
             raise RuntimeError(
-                f"{early[0]} was imported before megatron_dapo on a host without CUDA; import megatron_dapo.parallel first"
+                f"{early[0]} was imported before the host backend on a machine without CUDA; "
+                "import megatron_dapo.parallel first"
             )
         return
     sys.meta_path.insert(0, _HostFinder())

@@ -1,4 +1,4 @@
-"""Repairs of Megatron-core that a host without CUDA, Transformer Engine and apex needs: which module, why, which versions.
+"""Repairs of Megatron-core that a host without CUDA, Transformer Engine and apex needs: where, why, which versions.
 
 Each entry is applied to its module right after import, by the import hook of `host_cuda.py`. An entry disappears by
 itself where Megatron-core is new enough (`fixed_in`); `None` means that no release up to 0.19.2 has the repair.

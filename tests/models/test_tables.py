@@ -1,0 +1,133 @@
+"""The slice table alone: HF tensors cut for every rank of a layout and put together again are bit-identical."""
+
+from dataclasses import replace
+from itertools import groupby
+
+import pytest
+import torch
+from tests.models.hf_models import CONFIGS
+
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.storage import box
+from megatron_dapo.models.tables import hf_shapes, megatron_slices, padded_vocab
+from megatron_dapo.parallel.topology import Topology
+
+LAYOUTS = {
+    "one": Topology(),
+    "tp2_pp2": Topology(world=4, tensor=2, pipeline=2),
+    "tp4": Topology(world=4, tensor=4),
+    "ep4_etp1": Topology(world=4, expert=4),
+    "tp2_ep2_pp2_vpp2": Topology(world=8, tensor=2, pipeline=2, virtual_pipeline=2, expert=2),
+    "tp4_ep2_etp2": Topology(world=4, tensor=4, expert=2, expert_tensor=2),
+    "uneven_pp3": Topology(world=3, pipeline=3, first_stage_layers=1, last_stage_layers=1),
+    "layout_string": Topology(world=2, pipeline=2, virtual_pipeline=2, pipeline_layout="Et|tt|t|L"),
+}
+
+
+def architecture(name: str, **changes) -> Architecture:
+    return replace(Architecture.from_hf(CONFIGS[name].to_dict()), **changes)
+
+
+def hf_tensors(shapes):
+    tensors, start = {}, 1
+    for name, shape in shapes.items():
+        tensors[name] = torch.arange(start, start + torch.Size(shape).numel()).reshape(shape)
+        start += tensors[name].numel()
+    return tensors
+
+
+def local_storages(layout, tensors):
+    """Fill each storage from the HF tensors; no element may be written twice."""
+    storages = {}
+    for param, group in groupby(sorted(layout, key=lambda s: s.param), key=lambda s: s.param):
+        pieces = list(group)
+        shape = [max(p.param_offset[d] + p.shape[d] for p in pieces) for d in range(len(pieces[0].shape))]
+        storage = torch.zeros(shape, dtype=torch.long)
+        for p in pieces:
+            place = box(storage, p.param_offset, p.shape)
+            assert not place.any(), f"{param}: a box is written twice"
+            place.copy_(box(tensors[p.tensor], p.offset, p.shape))
+        assert storage.all(), f"{param} has a hole inside its boxes"
+        storages[param] = storage
+    return storages
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip(name, layout, te):
+    arch, topology = architecture(name), LAYOUTS[layout]
+    if topology.expert > 1 and arch.mixture is None:
+        topology = replace(topology, expert=1, expert_tensor=None)
+    tensors = hf_tensors(hf_shapes(arch))
+    back = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    for at in topology.coordinates():
+        slices = megatron_slices(arch, topology, at, te=te)
+        storages = local_storages(slices, tensors)
+        for s in slices:
+            box(back[s.tensor], s.offset, s.shape).copy_(box(storages[s.param], s.param_offset, s.shape))
+    for key, tensor in tensors.items():
+        assert torch.equal(back[key], tensor), key
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("vocab", [1, 127, 128, 211, 1000])
+@pytest.mark.parametrize("tied", [False, True])
+def test_kv_heads_and_odd_vocabularies(kv_heads, vocab, tied):
+    arch = architecture("qwen2", kv_heads=kv_heads, vocab=vocab, tied=tied)
+    tensors = hf_tensors(hf_shapes(arch))
+    for topology in (Topology(world=4, tensor=4), Topology(world=8, tensor=4, pipeline=2)):
+        back = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+        rows = set()
+        for at in topology.coordinates():
+            slices = megatron_slices(arch, topology, at)
+            storages = local_storages(slices, tensors)
+            rows |= {s.shape[0] for p, s in storages.items() if p.endswith("linear_qkv.weight")}
+            for s in slices:
+                box(back[s.tensor], s.offset, s.shape).copy_(box(storages[s.param], s.param_offset, s.shape))
+        assert all(torch.equal(back[key], tensor) for key, tensor in tensors.items())
+        assert rows == {(arch.heads + 2 * kv_heads) * arch.head_dim // 4}
+
+
+def test_tied_embedding_lies_on_both_pipeline_ends():
+    arch = architecture("qwen2")
+    first, last = (
+        {s.param for s in megatron_slices(arch, Topology(world=2, pipeline=2), r) if s.tensor.endswith("embed_tokens.weight")}
+        for r in (0, 1)
+    )
+    assert first == {"0.embedding.word_embeddings.weight"}
+    assert last == {"0.output_layer.weight"}
+    assert "lm_head.weight" not in hf_shapes(arch)
+
+
+def test_padding_is_the_same_under_every_tensor_size():
+    assert {padded_vocab(211, tp) for tp in (1, 2, 4, 8, 64)} == {256}
+
+
+def test_critic_has_a_score_head_instead_of_the_vocabulary():
+    arch = architecture("qwen2")
+    params = {s.param: s.tensor for s in megatron_slices(arch, Topology(world=2, pipeline=2), 1, value_head=True)}
+    assert params["0.output_layer.weight"] == "score.weight"
+
+
+def test_illegal_layouts_name_everything_at_once():
+    arch = architecture("qwen3_moe")
+    with pytest.raises(ValueError, match="not divisible") as error:
+        megatron_slices(arch, Topology(world=9, tensor=3, expert=3, pipeline=3), 0)
+    for part in ("8 attention heads", "8 experts", "4 layers", "nearest legal"):
+        assert part in str(error.value)
+
+
+def test_replicas_share_one_description():
+    arch, topology = architecture("llama"), Topology(world=4, context=2)
+    assert megatron_slices(arch, topology, 0) is megatron_slices(arch, topology, 3)
+
+
+def test_the_hf_names_are_transformers_own(tmp_path):
+    from safetensors import safe_open
+    from tests.models.hf_models import saved
+
+    for name in CONFIGS:
+        with safe_open(saved(name) / "model.safetensors", "pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        assert shapes == hf_shapes(Architecture.from_dir(saved(name)))
