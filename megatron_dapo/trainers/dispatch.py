@@ -77,7 +77,8 @@ def _rows(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
 
 def _padding(batch: TensorDict) -> TensorDict:
     """One sequence of a prompt token and a response token that no loss counts: it keeps collectives in step."""
-    padding = TensorDict({name: torch.zeros_like(value[:1, ..., :1]) for name, value in batch.items()}, batch_size=[1])
+    one = {name: value[:1] if value.dim() == 1 else value[:1, :1] for name, value in batch.items()}
+    padding = TensorDict({name: torch.zeros_like(value) for name, value in one.items()}, batch_size=[1])
     padding["prompt_length"] = torch.ones(1, dtype=torch.long)
     padding["response_length"] = torch.ones(1, dtype=torch.long)
     return padding
