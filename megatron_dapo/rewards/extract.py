@@ -10,7 +10,7 @@ LONGEST_ANSWER = 2000  # characters; anything longer is not a final answer
 MOST_MARKERS = 8  # markers without a value that are passed over, from the end
 
 # "Answer:", "**Answer**:", "answer is:"; \uff1a is the full-width colon
-_MARKER = re.compile(r"\banswer\b[*_\s]{0,8}(?:is\b[*_\s]{0,8})?[:\uff1a]", re.IGNORECASE)
+_MARKER = re.compile(r"(?<![^\W_])answer(?![^\W_])[*_\s]{0,8}(?:is\b[*_\s]{0,8})?[:\uff1a]", re.IGNORECASE)
 _CONTENT = re.compile(r"[^\W_]|\\|[\u221e\u2205]")  # a letter, a digit, a command, infinity, the empty set
 _DECORATION = " \t\r\n*_`>#"
 
@@ -44,7 +44,6 @@ def _markers(response: str) -> Iterator[int]:
         return
     position = lowered.rfind("answer")
     while position >= 0:
-        # \b looks at the character before `position`, which `match` can see
         if match := _MARKER.match(response, position):
             yield match.end()
         position = lowered.rfind("answer", 0, position)

@@ -55,11 +55,13 @@ class RewardManager:
         A Score with status "failed" says that nothing is known about the response (`on_failure=drop`). Raises
         UnknownDataSource for a source without verifier, and RewardError on a failure under `on_failure=raise`.
         """
+        if not trajectories:
+            return []
         ids = [list(trajectory.response_ids) for trajectory in trajectories]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         results = self._results(prompts, texts)
         added: Sequence[float | str] = [0.0] * len(texts)
-        if self._model is not None and texts:
+        if self._model is not None:
             added = self._model.score([prompt.messages for prompt in prompts], texts)
         rows = zip(results, added, trajectories, strict=True)
         return [self._finish(result, extra, len(trajectory.response_ids)) for result, extra, trajectory in rows]

@@ -64,7 +64,7 @@ hundred thousand million billion trillion dozen half halves third thirds quarter
 not no or and to than minus negative about approximately between
 """
 _CHANGING_WORDS = frozenset(_CHANGING.split())
-_COMMAND = re.compile(r"\\[A-Za-z]+")
+_COMMAND = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
 _SYMBOLS = re.compile(r"[A-Za-z](?:[-+*/^()A-Za-z]{0,40}[-+*/^()][-+*/^()A-Za-z]{0,40})?|[A-Za-z]{2}")
 
 
@@ -105,8 +105,7 @@ def _plain(text: str) -> str:
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATED))
     text = text.replace("**", "").replace("__", "").replace("`", "")
     text = _formula_in_words(_unwrap(text))
-    text = _DELIMITERS.sub("", text).strip(" \t\r\n\"'")
-    text = text if text.endswith("...") else text.rstrip(".,;: ")
+    text = _without_quotes(_DELIMITERS.sub("", text).strip())
     if match := _ASSIGNMENT.match(text):
         text = text[match.end() :]
     text = _without_unit(text.replace("^{\\circ}", "").replace("^\\circ", ""))
@@ -117,6 +116,15 @@ def _plain(text: str) -> str:
     text = _SHORT_SQRT.sub(r"\\sqrt{\1}", _PLAIN_SQRT.sub(r"\\sqrt{\1}", _PLAIN_PI.sub(r"\\pi ", text)))
     text = _SHORT_FRAC.sub(lambda match: f"\\frac{{{match[1].strip('{}')}}}{{{match[2].strip('{}')}}}", text)
     return _joined(text)
+
+
+def _without_quotes(text: str) -> str:
+    """Without closing punctuation and the pair of quotes around it; a lone quote may be a prime."""
+    for _ in range(2):
+        text = text if text.endswith("...") else text.rstrip(".,;: \t\r\n")
+        if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
+            text = text[1:-1].strip()
+    return text
 
 
 def _joined(text: str) -> str:

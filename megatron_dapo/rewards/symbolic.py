@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import sympy
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify import verify as algebraically_equal
 
@@ -24,6 +25,11 @@ POINTS = 3
 
 # Text that algebra misreads: clock times and ratios, ellipses, towers and factorials too large to evaluate.
 _MISREAD = re.compile(r"\d:\d|\\[lc]?dots|\.\.\.|\^\{?\d+\^|\d{5,}!|\^\{?-?\d{5,}|\d!{2,}")
+
+# Units were dealt with in `math_robust`; math-verify would also drop the variable of 5m.
+_EXTRACTION = LatexExtractionConfig(
+    normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
+)
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
@@ -66,9 +72,7 @@ def _cpu_budget(seconds: float) -> Iterator[None]:
 
 
 def _parse(text: str) -> Any | None:
-    found = parse(
-        f"${text}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
-    )
+    found = parse(f"${text}$", extraction_config=[_EXTRACTION], fallback_mode="no_fallback", parsing_timeout=None)
     return found[0] if found and not isinstance(found[0], str) else None
 
 
