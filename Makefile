@@ -12,6 +12,8 @@ VENV ?= .venv$(addprefix -,$(notdir $(PYTHON)))$(addprefix -mcore,$(MCORE))
 BIN := $(VENV)/bin
 BOOT := $(firstword $(PYTHON) python3)
 
+export NO_MKDOCS_2_WARNING = 1
+
 .PHONY: env test lint demo docs clean lock
 
 env:
