@@ -10,14 +10,13 @@ ARGS ?=
 # Another Python or Megatron-core gets an environment of its own beside the usual one.
 VENV ?= .venv$(addprefix -,$(notdir $(PYTHON)))$(addprefix -mcore,$(MCORE))
 BIN := $(VENV)/bin
-BOOT := $(firstword $(PYTHON) python3)
 
 export NO_MKDOCS_2_WARNING = 1
 
 .PHONY: env test lint demo docs clean lock
 
 env:
-	@$(BOOT) requirements/install.py --venv "$(VENV)" --python "$(PYTHON)" --mcore "$(MCORE)" --device $(DEVICE) --extras "$(EXTRAS)"
+	@python3 requirements/install.py --venv "$(VENV)" --python "$(PYTHON)" --mcore "$(MCORE)" --device $(DEVICE) --extras "$(EXTRAS)"
 
 demo: env
 	@$(BIN)/megatron-dapo demo $(ARGS)

@@ -84,18 +84,19 @@ def fingerprint(args: argparse.Namespace, gpu: bool) -> str:
 
 
 def find_python(wanted: str) -> str:
+    """The first fitting interpreter on PATH, or among pyenv's (whose command on PATH may point to none of them)."""
     names = [wanted] if wanted else ["python3", "python3.11", "python3.12", "python3.13"]
-    code = "import sys; print(*sys.version_info[:2])"
-    for name in names:
-        found = subprocess.run([name, "-c", code], capture_output=True, text=True) if shutil.which(name) else None
-        if found is not None and found.returncode == 0:
-            version = tuple(int(part) for part in found.stdout.split())
-            if VERSIONS[0] <= version < VERSIONS[1]:
-                return name
-    names_tried = ", ".join(names)
-    sys.exit(
-        f"[env] none of {names_tried} is a Python from 3.11 to 3.13: install one, or name it with PYTHON=python3.12"
-    )
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for name in [*names, *(str(path) for name in names for path in sorted(pyenv.glob(f"*/bin/{name}")))]:
+        if shutil.which(name) and VERSIONS[0] <= version_of(name) < VERSIONS[1]:
+            return name
+    tried = ", ".join(names)
+    sys.exit(f"[env] none of {tried} is a Python from 3.11 to 3.13: install one, or name it with PYTHON=python3.12")
+
+
+def version_of(python: str) -> tuple[int, ...]:
+    asked = subprocess.run([python, "-c", "import sys; print(*sys.version_info[:2])"], capture_output=True, text=True)
+    return tuple(int(part) for part in asked.stdout.split()) if asked.returncode == 0 else (0,)
 
 
 def make_venv(python: str, venv: Path) -> None:
