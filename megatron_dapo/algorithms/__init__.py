@@ -8,12 +8,21 @@ from megatron_dapo.algorithms.advantages import (
     register_advantage,
 )
 from megatron_dapo.algorithms.aggregation import AGGREGATION_MODES, aggregate_loss
+from megatron_dapo.algorithms.correction import (
+    ROLLOUT_CORRECTION_PRESETS,
+    RolloutCorrection,
+    RolloutCorrectionConfig,
+    correct_rollout,
+    rollout_correction,
+    rollout_correction_preset,
+)
 from megatron_dapo.algorithms.dynamic_sampling import DynamicSampler
 from megatron_dapo.algorithms.filtering import FILTER_METRICS, filter_value, group_filter
 from megatron_dapo.algorithms.kl import KL_KINDS, kl_controller, kl_in_reward, kl_loss, kl_penalty
 from megatron_dapo.algorithms.overlong import overlong_penalty
 from megatron_dapo.algorithms.policy_losses import (
     PolicyLossConfig,
+    effective_loss_mode,
     policy_loss,
     policy_loss_names,
     register_policy_loss,
@@ -24,13 +33,18 @@ __all__ = [
     "AGGREGATION_MODES",
     "FILTER_METRICS",
     "KL_KINDS",
+    "ROLLOUT_CORRECTION_PRESETS",
     "AdvantageConfig",
     "DynamicSampler",
     "PolicyLossConfig",
+    "RolloutCorrection",
+    "RolloutCorrectionConfig",
     "advantage",
     "advantage_names",
     "aggregate_loss",
     "check_inputs",
+    "correct_rollout",
+    "effective_loss_mode",
     "filter_value",
     "group_filter",
     "kl_controller",
@@ -42,5 +56,7 @@ __all__ = [
     "policy_loss_names",
     "register_advantage",
     "register_policy_loss",
+    "rollout_correction",
+    "rollout_correction_preset",
     "value_loss",
 ]

@@ -11,9 +11,7 @@ _K3_LOG_BOUND = 20.0
 _K3_BOUND = 10.0
 
 
-def kl_penalty(
-    logprob: Float[Tensor, "b t"], ref_logprob: Float[Tensor, "b t"], kind: str
-) -> Float[Tensor, "b t"]:
+def kl_penalty(logprob: Float[Tensor, "b t"], ref_logprob: Float[Tensor, "b t"], kind: str) -> Float[Tensor, "b t"]:
     """Estimate KL(π ‖ π_ref) at each sampled token, with d = log π - log π_ref. No mask is applied.
 
     - kl, k1: d;  abs: |d|;  mse, k2: d²/2

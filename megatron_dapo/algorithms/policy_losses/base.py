@@ -6,6 +6,7 @@ from typing import Protocol
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from megatron_dapo.algorithms.correction.config import RolloutCorrectionConfig
 from megatron_dapo.algorithms.masked import masked_mean, real, valid
 from megatron_dapo.algorithms.registry import Registry
 
@@ -33,6 +34,7 @@ class PolicyLossConfig:
     kl_cov_ratio: float = 2e-4  # kl_cov: share of tokens to penalise
     ppo_kl_coef: float = 0.1
     dro_beta: float | None = None  # dro: must be set to use it
+    rollout_correction: RolloutCorrectionConfig | None = None  # bypass_mode
 
     def __post_init__(self) -> None:
         if self.clip_ratio_c <= 1.0:
