@@ -1,5 +1,6 @@
 """Where the seconds went: a stage timer, seconds per stage and per token, tokens per second, memory."""
 
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -71,15 +72,9 @@ def throughput_metrics(total_tokens: int, step_seconds: float, gpus: int) -> Met
 
 def memory_metrics() -> Metrics:
     """Peak GiB: of the device since the last call (where there is a GPU), and of this process's resident memory."""
-    metrics: Metrics = {"perf/cpu_memory_used_gb": Max(_peak_rss_bytes() / 2**30)}
+    metrics: Metrics = {"perf/cpu_memory_used_gb": Max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)}
     if torch.cuda.is_available():
         metrics["perf/max_memory_allocated_gb"] = Max(torch.cuda.max_memory_allocated() / 2**30)
         metrics["perf/max_memory_reserved_gb"] = Max(torch.cuda.max_memory_reserved() / 2**30)
         torch.cuda.reset_peak_memory_stats()
     return metrics
-
-
-def _peak_rss_bytes() -> int:
-    import resource  # POSIX only, so not at the head of the file
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,9 +1,11 @@
 """Where metrics go: one small adapter per tracker, imported only when asked for, none able to stop a run."""
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +34,7 @@ class Console:
         ("grad", "actor/grad_norm", "{:.2f}"),
         ("len", "response_length/mean", "{:.0f}"),
         ("clip", "response_length/clip_ratio", "{:.1%}"),
-        ("kept", "filter/kept_ratio", "{:.0%}"),
+        ("groups", "training/filter_groups/generated", "{:.0f}"),
         ("Δlogp", "training/rollout_probs_diff_max", "{:.1e}"),
         ("s", "perf/time_per_step", "{:.1f}"),
         ("tok/s/gpu", "perf/throughput", "{:.0f}"),
@@ -81,7 +83,7 @@ class WandB:
     """Weights & Biases; a resumed run directory continues the same online run."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], project: str, experiment: str) -> None:
-        import wandb
+        wandb = import_module("wandb")
 
         self._run = wandb.init(
             project=project,
@@ -103,9 +105,7 @@ class Mlflow:
     """MLflow; without MLFLOW_TRACKING_URI it writes below the run directory."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], project: str, experiment: str) -> None:
-        import os
-
-        import mlflow
+        mlflow = import_module("mlflow")
 
         self._mlflow = mlflow
         if "MLFLOW_TRACKING_URI" not in os.environ:
@@ -126,7 +126,7 @@ class Trackio:
     """Trackio (local-first, Hugging Face)."""
 
     def __init__(self, config: Mapping[str, Any], project: str, experiment: str) -> None:
-        import trackio
+        trackio = import_module("trackio")
 
         self._trackio = trackio
         trackio.init(project=project, name=experiment, config=dict(config))
@@ -142,7 +142,7 @@ class SwanLab:
     """SwanLab."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], project: str, experiment: str) -> None:
-        import swanlab
+        swanlab = import_module("swanlab")
 
         self._swanlab = swanlab
         swanlab.init(project=project, experiment_name=experiment, config=dict(config), logdir=str(run_dir / "swanlab"))
@@ -158,7 +158,7 @@ class ClearML:
     """ClearML; the first part of a metric's name is the plot, the rest the series."""
 
     def __init__(self, config: Mapping[str, Any], project: str, experiment: str) -> None:
-        import clearml
+        clearml = import_module("clearml")
 
         self._task = clearml.Task.init(project_name=project, task_name=experiment, continue_last_task=True)
         self._task.connect_configuration(dict(config), name="config")

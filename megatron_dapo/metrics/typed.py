@@ -204,9 +204,14 @@ def reduce(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     return merged
 
 
-def compute(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Plain floats for the trackers. A metric that saw nothing gives no key: never NaN for "empty"."""
-    return {name + suffix: x for name, metric in settle(metrics).items() for suffix, x in metric.compute().items()}
+def compute(metrics: Mapping[str, Metric | float]) -> dict[str, float]:
+    """Plain floats for the trackers. A metric that saw nothing gives no key: never NaN for "empty".
+
+    A plain number among them is a value already computed (what `MoELoadAccumulator` adds) and passes as it is.
+    """
+    values = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    typed = {name: metric for name, metric in metrics.items() if not isinstance(metric, int | float)}
+    return values | {name + suffix: x for name, m in settle(typed).items() for suffix, x in m.compute().items()}
 
 
 def settle(metrics: Mapping[str, Metric]) -> Metrics:
