@@ -112,7 +112,9 @@ def _parallel(arch: Architecture, topology: Topology, parallel: ParallelConfig) 
     interleaved = topology.virtual_pipeline is not None
     sequence = topology.tensor > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
     if arch.mixture and topology.tensor > 1 and not sequence:
-        raise ValueError("parallel.sequence_parallel=false: experts with tensor > 1 train only with sequence parallelism")
+        raise ValueError(
+            "parallel.sequence_parallel=false: experts with tensor > 1 train only with sequence parallelism"
+        )
     return {
         "tensor_model_parallel_size": topology.tensor,
         "pipeline_model_parallel_size": topology.pipeline,
@@ -155,8 +157,11 @@ def _numerics(model: ModelConfig) -> Settings:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
-        "perform_initialization": False,  # every weight is loaded
-        "use_cpu_initialization": not capabilities().cuda,
+        # Every weight is loaded, so initialising does nothing; but it must take place, on the device: Megatron marks
+        # parameters as tensor-parallel only then, and without the mark their gradients are missing from the norm.
+        "init_method": _leave_as_is,
+        "output_layer_init_method": _leave_as_is,
+        "embedding_init_method": _leave_as_is,
         "transformer_impl": "transformer_engine" if capabilities().transformer_engine else "local",
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": fusions,
@@ -165,6 +170,10 @@ def _numerics(model: ModelConfig) -> Settings:
         "persist_layer_norm": fusions,
         "apply_rope_fusion": False,
     }
+
+
+def _leave_as_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
 
 
 def _router(arch: Architecture, model: ModelConfig) -> Settings:
@@ -195,7 +204,9 @@ def _passed_through(chosen: Settings, decided: Settings, kind: type[TransformerC
     for name in chosen:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise ValueError(f"model.megatron.{name}: Megatron's {kind.__name__} has no such field; nearest is {near[0]}")
+            raise ValueError(
+                f"model.megatron.{name}: Megatron's {kind.__name__} has no such field; nearest is {near[0]}"
+            )
         if name in decided:
             raise ValueError(
                 f"model.megatron.{name}={chosen[name]!r}: decided by the checkpoint's config.json and by parallel.*, "
