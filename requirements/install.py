@@ -87,9 +87,10 @@ def find_python(wanted: str) -> str:
     """The first fitting interpreter on PATH, or among pyenv's (whose command on PATH may point to none of them)."""
     names = [wanted] if wanted else ["python3", "python3.11", "python3.12", "python3.13"]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for name in [*names, *(str(path) for name in names for path in sorted(pyenv.glob(f"*/bin/{name}")))]:
-        if shutil.which(name) and VERSIONS[0] <= version_of(name) < VERSIONS[1]:
-            return name
+    pyenvs = [str(path) for name in names for path in sorted(pyenv.glob(f"*/bin/{name}"))]
+    for python in [*names, *pyenvs]:
+        if shutil.which(python) and VERSIONS[0] <= version_of(python) < VERSIONS[1]:
+            return python
     tried = ", ".join(names)
     sys.exit(f"[env] none of {tried} is a Python from 3.11 to 3.13: install one, or name it with PYTHON=python3.12")
 
