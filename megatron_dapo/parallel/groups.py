@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -44,11 +45,20 @@ def init_distributed(topology: Topology, seed: int, timeout_minutes: float = 10.
 
 
 def destroy(world: bool = True) -> None:
-    """Take down Megatron's groups, and with `world` torch.distributed too. Safe to call twice."""
+    """Take down Megatron's groups, and with `world` torch.distributed too. Safe to call twice.
+
+    Megatron only forgets its groups; each gloo group keeps threads and sockets until it is really destroyed.
+    """
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
-    if world and dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if world:
         dist.destroy_process_group()
+        return
+    for group in list(c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _join_world(timeout: timedelta) -> None:
