@@ -1,0 +1,231 @@
+"""A rollout engine seen from the trainer: a child process with vLLM that generates, takes weights, and may die."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_dapo.models.slices import Layout
+from megatron_dapo.rollout.requests import Generation, GenerationRequest
+from megatron_dapo.rollout.spec import EngineSpec, environment
+from megatron_dapo.rollout.wire import pack_requests, unpack_generations
+
+POLL_SECONDS = 0.5  # how long a silent death (pipe still held open by a worker) can go unnoticed
+
+
+class EngineDied(RuntimeError):
+    """The process of a rollout engine is gone; what it was generating is lost."""
+
+
+class EngineError(RuntimeError):
+    """A rollout engine refused or failed one command; the engine itself lives on."""
+
+
+class RolloutEngine:
+    """One vLLM engine in its own process. Thread-safe: any thread may submit, a reader thread hands out the answers."""
+
+    def __init__(self, spec: EngineSpec, process: subprocess.Popen[bytes], connection: Connection) -> None:
+        self.spec = spec
+        self.weight_version = 0
+        self._process = process
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._state = threading.Lock()
+        self._tickets = count()
+        self._answers: dict[int, Future[Any]] = {}
+        self._generations: dict[str, Future[Generation]] = {}
+        self._ready: Future[dict[str, Any]] = Future()
+        self._death: EngineDied | None = None
+        self._closing = False
+        self._layouts: list[tuple[Layout, dict[str, str], tuple[str, ...]]] | None = None
+        threading.Thread(target=self._read, name=f"{spec.name}-reader", daemon=True).start()
+
+    @classmethod
+    def start(cls, spec: EngineSpec, on_cpu: bool | None = None) -> "RolloutEngine":
+        """Start the process and return at once; `wait_ready` says when it can generate."""
+        if on_cpu is None:
+            import torch
+
+            on_cpu = not torch.cuda.is_available()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "megatron_dapo.rollout.server", str(theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(
+            command,
+            env=environment(spec, on_cpu, os.environ),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # terminal signals are ours to handle; and its workers can be ended as one group
+        )
+        theirs.close()
+        connection = Connection(ours.detach())
+        connection.send(spec)
+        return cls(spec, process, connection)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._death is None and self._process.poll() is None
+
+    def wait_ready(self, timeout: float | None = None) -> dict[str, Any]:
+        """Wait until vLLM has loaded. Raises EngineDied if it could not start, TimeoutError after `timeout` seconds."""
+        return self._ready.result(timeout)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> list["Future[Generation]"]:
+        """Queue requests and return one future each, in order. They finish whenever their sample does."""
+        futures: dict[str, Future[Generation]] = {request.request_id: Future() for request in requests}
+        with self._state:
+            self._raise_if_dead()
+            taken = next((i for i in futures if i in self._generations), None)
+            if taken is not None or len(futures) < len(requests):
+                raise ValueError(f"{self.spec.name}: request id {taken or '(in this call)'} is used twice")
+            self._generations.update(futures)
+        try:
+            self._call("submit", pack_requests(requests)).result()
+        except BaseException:
+            with self._state:
+                for request_id in futures:
+                    self._generations.pop(request_id, None)
+            raise
+        return list(futures.values())
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Sample every request; results in the order of the requests."""
+        return [future.result() for future in self.submit(requests)]
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """End these requests (None: all); their futures get what was sampled, with finish_reason "abort"."""
+        ids = None if request_ids is None else list(request_ids)
+        return self._call("abort", ids).result()
+
+    def pause(self) -> None:
+        """Stop decoding and keep every request where it is."""
+        self._call("pause").result()
+
+    def resume(self) -> None:
+        self._call("resume").result()
+
+    def layouts(self) -> list[Layout]:
+        """What each tensor-parallel rank stores, read from its live model."""
+        return [slices for slices, _, _ in self._described()]
+
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of every storage that `layouts` names."""
+        return self._described()[0][1]
+
+    def full_tensors(self) -> tuple[str, ...]:
+        """HF tensors that must be sent whole, because vLLM keeps them in a layer the bridge does not know."""
+        return self._described()[0][2]
+
+    def _described(self) -> list[tuple[Layout, dict[str, str], tuple[str, ...]]]:
+        if self._layouts is None:
+            self._layouts = self._call("layouts").result()
+        return self._layouts
+
+    def update_weights(self, update: Any, version: int) -> list[dict[str, Any]]:
+        """Load the pushed weights; tokens sampled from now on carry `version`. Returns one report per rank."""
+        report = self._call("update_weights", update, version).result()
+        self.weight_version = version
+        return report
+
+    def close(self, grace_seconds: float = 10.0) -> None:
+        """End the process and its workers, politely first. May be called twice."""
+        self._closing = True
+        try:
+            with self._sending:
+                self._connection.send(("close", None, ()))
+            self._process.wait(grace_seconds)
+        except (OSError, subprocess.TimeoutExpired):
+            pass
+        self._kill_group()
+        self._process.wait()
+
+    def __enter__(self) -> "RolloutEngine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _call(self, command: str, *arguments: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        with self._state:
+            self._raise_if_dead()
+            ticket = next(self._tickets)
+            self._answers[ticket] = future
+        try:
+            with self._sending:
+                self._connection.send((command, ticket, arguments))
+        except OSError:
+            pass  # the reader finds out why and fails the future
+        return future
+
+    def _read(self) -> None:
+        try:
+            while self._process.poll() is None or self._connection.poll(0):
+                if self._connection.poll(POLL_SECONDS):
+                    self._receive(*self._connection.recv())
+        except (EOFError, OSError):
+            pass
+        self._bury("")
+
+    def _receive(self, kind: str, ticket: int, payload: Any) -> None:
+        if kind == "results":
+            for generation in unpack_generations(payload):
+                with self._state:
+                    future = self._generations.pop(generation.request_id)
+                future.set_result(generation)
+        elif kind == "answer":
+            self._answers.pop(ticket).set_result(payload)
+        elif kind == "error":
+            message, trace = payload
+            error = EngineError(f"{self.spec.name}: {message}")
+            error.add_note(f"in the engine's process:\n{trace}")
+            self._answers.pop(ticket).set_exception(error)
+        elif kind == "ready":
+            self._ready.set_result(payload)
+        elif kind == "died":
+            self._bury(payload)
+
+    def _bury(self, trace: str) -> None:
+        """Fail everything that waits, once, with the reason of death."""
+        self._kill_group()
+        code = self._process.wait()
+        with self._state:
+            if self._death is not None:
+                return
+            self._death = EngineDied(obituary(self.spec, self.pid, code, trace, self._closing))
+            waiting = [*self._answers.values(), *self._generations.values(), self._ready]
+            self._answers.clear()
+            self._generations.clear()
+        for future in waiting:
+            if not future.done():
+                future.set_exception(self._death)
+
+    def _kill_group(self) -> None:
+        deadline = time.monotonic() + 2.0
+        while self._process.poll() is None and time.monotonic() < deadline and not self._closing:
+            time.sleep(0.02)  # a process that reported its death is about to exit with its own code
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise EngineDied(str(self._death))
+
+
+def obituary(spec: EngineSpec, pid: int, code: int, trace: str, closing: bool) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    if closing:
+        return f"rollout engine {spec.name} (pid {pid}) was closed"
+    return f"rollout engine {spec.name} (pid {pid}, model {spec.model}) {how}" + (f":\n{trace}" if trace else "")

@@ -1,0 +1,230 @@
+"""The process of one rollout engine: vLLM's engine core in a loop that answers its owner between two decoding steps.
+
+Running vLLM here, and not beside Megatron, keeps the two uses of torch.distributed apart. Everything the owner asks for
+happens between steps, so a weight update sees no half-computed token and needs no locks.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron_dapo.rollout.requests import Generation, GenerationRequest
+from megatron_dapo.rollout.spec import EngineSpec, vllm_arguments
+from megatron_dapo.rollout.wire import pack_generations, unpack_requests
+
+
+class Server:
+    """vLLM's engine and what its owner's commands do to it. Every public method is a command."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.on_cpu = current_platform.is_cpu()
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**vllm_arguments(spec, self.on_cpu)))
+        self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+        self.version = 0
+        self.engine.engine_core.set_weight_version("0")
+        self.internal_ids: dict[str, str] = {}
+        self.paused = False
+        self.broken: str | None = None
+        self.results: list[Generation] = []
+
+    @property
+    def busy(self) -> bool:
+        return not self.paused and self.engine.has_unfinished_requests()
+
+    def describe(self) -> dict[str, Any]:
+        config = self.engine.vllm_config
+        return {"pid": os.getpid(), "max_model_len": config.model_config.max_model_len, "version": self.version}
+
+    def submit(self, packed: dict[str, Any]) -> None:
+        if self.broken is not None:
+            raise RuntimeError(f"the last weight update failed, so this engine generates nothing more: {self.broken}")
+        added: list[str] = []
+        try:
+            for request in unpack_requests(packed):
+                prompt = {"prompt_token_ids": list(request.prompt_ids)}
+                added.append(
+                    self.engine.add_request(
+                        request.request_id, prompt, sampling_params(request), priority=request.priority
+                    )
+                )
+                self.internal_ids[request.request_id] = added[-1]
+        except Exception:  # all of a submission is accepted or none
+            self.engine.abort_request(added, internal=True)
+            self.internal_ids = {k: v for k, v in self.internal_ids.items() if v not in added}
+            raise
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            if output.finished:
+                del self.internal_ids[output.request_id]
+                self.results.append(generation(output, self.version))
+
+    def abort(self, request_ids: list[str] | None) -> int:
+        """End requests now; what they have sampled so far comes back as generations that finished by "abort"."""
+        wanted = list(self.internal_ids) if request_ids is None else [i for i in request_ids if i in self.internal_ids]
+        internal = [self.internal_ids.pop(request_id) for request_id in wanted]
+        states = self.engine.output_processor.request_states
+        for request_id, internal_id in zip(wanted, internal, strict=True):
+            self.results.append(partial_generation(request_id, states[internal_id]))
+        self.engine.abort_request(internal, internal=True)
+        return len(wanted)
+
+    def pause(self) -> None:
+        self.paused = True
+        self._drain()
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def layouts(self) -> list[Any]:
+        return self.engine.collective_rpc("megatron_dapo_layout")
+
+    def update_weights(self, infos: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
+        """Load one pushed set of weights; a failure leaves an engine that refuses to generate."""
+        self._drain()
+        self.broken = "it did not reach its end"
+        try:
+            self.engine.collective_rpc("start_weight_update")
+            self.engine.collective_rpc("update_weights", kwargs={"update_info": infos})
+            self.engine.collective_rpc("finish_weight_update")
+        except Exception as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
+        self.broken = None
+        self.version = version
+        self.engine.engine_core.set_weight_version(str(version))
+        # requests in flight are recomputed from their tokens, so that no key or value of the old weights stays
+        self.engine.reset_prefix_cache(reset_running_requests=True)
+        return self.engine.collective_rpc("megatron_dapo_report")
+
+    def _drain(self) -> None:
+        """With asynchronous scheduling a batch may still be under way; finish it, start no other. # untested on GPU"""
+        core = self.engine.engine_core.engine_core
+        if core.batch_queue:
+            core.pause_scheduler(mode="keep", clear_cache=False)
+            while core.batch_queue:
+                self.step()
+            core.resume_scheduler()
+
+
+def sampling_params(request: GenerationRequest) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    wanted = request.sampling
+    return SamplingParams(
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        top_k=wanted.top_k,
+        max_tokens=wanted.max_tokens,
+        stop=list(wanted.stop),
+        stop_token_ids=list(wanted.stop_token_ids),
+        ignore_eos=wanted.ignore_eos,
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(wanted.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def generation(output: Any, version: int) -> Generation:
+    """A finished `RequestOutput` of vLLM as ours."""
+    sample = output.outputs[0]
+    spans = sample.weight_versions or []
+    return Generation(
+        request_id=output.request_id,
+        token_ids=tuple(sample.token_ids),
+        logprobs=tuple(sample.logprobs.logprobs),
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        weight_versions=tuple(int(s.version) for s in spans for _ in range(s.start, s.end)),
+        routed_experts=sample.routed_experts,
+    )
+
+
+def partial_generation(request_id: str, state: Any) -> Generation:
+    """What an unfinished request has sampled so far, from vLLM's `RequestState`."""
+    tokens = tuple(state.detokenizer.output_token_ids)
+    starts = state.weight_version_starts
+    ends = [start for _, start in starts[1:]] + [len(tokens)]
+    versions = tuple(int(v) for (v, start), end in zip(starts, ends, strict=True) for _ in range(start, end))
+    return Generation(request_id, tokens, tuple(state.logprobs_processor.logprobs.logprobs), "abort", None, versions)
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "describe": Server.describe,
+    "submit": Server.submit,
+    "abort": Server.abort,
+    "pause": Server.pause,
+    "resume": Server.resume,
+    "layouts": Server.layouts,
+    "update_weights": Server.update_weights,
+}
+
+
+def serve(connection: Connection, server: Server) -> None:
+    """Answer commands and step the engine until the owner says close or is gone."""
+    while True:
+        while connection.poll(0 if server.busy else None):
+            command, ticket, arguments = connection.recv()
+            if command == "close":
+                return
+            try:
+                connection.send(("answer", ticket, COMMANDS[command](server, *arguments)))
+            except Exception as error:
+                connection.send(("error", ticket, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        if server.busy:
+            server.step()
+        if server.results:
+            connection.send(("results", None, pack_generations(server.results)))
+            server.results.clear()
+
+
+def die_with(parent: int) -> None:
+    """End this process group when the owner is gone: pipe EOF alone is not noticed while vLLM is starting."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="owner-watch", daemon=True).start()
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    parent = int(sys.argv[2])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's; it closes us
+    spec: EngineSpec = connection.recv()
+    if spec.cpus is not None:
+        os.sched_setaffinity(0, spec.cpus)
+    code = 0
+    try:
+        server = Server(spec)
+        connection.send(("ready", None, server.describe()))
+        serve(connection, server)
+        server.engine.engine_core.shutdown()
+    except (EOFError, ConnectionError):
+        code = 1  # the owner is gone: nobody to tell
+    except Exception:
+        connection.send(("died", None, traceback.format_exc()))
+        code = 1
+    connection.close()
+    sys.stdout.flush()
+    os._exit(code)  # taking a loaded interpreter apart takes seconds and frees nothing that the system does not
+
+
+if __name__ == "__main__":
+    main()

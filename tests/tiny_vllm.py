@@ -1,0 +1,150 @@
+"""Tiny random models and one shared vLLM engine for each, for every test that needs a real engine."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_dapo.models.slices import Slice
+from megatron_dapo.rollout import EngineSpec, Generation, GenerationRequest, RolloutEngine, Sampling, sample_seed
+
+KINDS = ("moe", "qwen2", "llama")  # mixture of experts; dense, tied, with QKV bias; dense, untied
+PROMPT_LENGTH = 40  # longer than one block of the prefix cache
+
+
+def write_model(kind: str, directory: str) -> None:
+    """Random weights of a tiny model, in float32, as a Hugging Face directory."""
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    torch.manual_seed(0)
+    base = {
+        "vocab_size": 515,  # neither a multiple of 64 nor even
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    if kind == "moe":  # the expert width is no multiple of 32: vLLM's CPU kernel pads it
+        moe = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**base, **moe, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+        model = Qwen3MoeForCausalLM(config)
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**base, hidden_size=128, intermediate_size=96, tie_word_embeddings=True))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**base, hidden_size=128, intermediate_size=96, tie_word_embeddings=False))
+    model.float().save_pretrained(directory)
+
+
+@cache
+def scratch() -> Path:
+    path = Path(tempfile.mkdtemp(prefix="tiny-vllm-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+@cache
+def model_directory(kind: str) -> str:
+    directory = scratch() / kind
+    write_model(kind, str(directory))
+    return str(directory)
+
+
+def spec(kind: str, **changes: object) -> EngineSpec:
+    return EngineSpec(model_directory(kind), max_model_len=256, kv_cache_gb=0.125, max_num_seqs=64, **changes)
+
+
+@cache
+def engine(kind: str, tensor_parallel_size: int = 1) -> RolloutEngine:
+    """The engine of this model that all tests of this session share. Its weights are whatever was pushed last."""
+    started = RolloutEngine.start(
+        spec(kind, tensor_parallel_size=tensor_parallel_size, name=f"{kind}-tp{tensor_parallel_size}")
+    )
+    atexit.register(started.close)
+    started.wait_ready(300)
+    return started
+
+
+def weights(kind: str) -> dict[str, Tensor]:
+    return load_file(f"{model_directory(kind)}/model.safetensors")
+
+
+def changed(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Other weights of the same scale, so that a stale one anywhere shows in the log-probs."""
+    g = torch.Generator().manual_seed(seed)
+    return {name: t + 0.3 * t.std().clamp_min(0.05) * torch.randn(t.shape, generator=g) for name, t in tensors.items()}
+
+
+def whole(tensors: dict[str, Tensor]) -> tuple[Slice, ...]:
+    """The layout of a holder that stores every tensor in full, under its own name."""
+    return tuple(Slice(n, (0,) * t.ndim, tuple(t.shape), n, (0,) * t.ndim) for n, t in tensors.items())
+
+
+def push(engine: RolloutEngine, tensors: dict[str, Tensor], version: int) -> list[dict]:
+    """Push from one holder of everything."""
+    from megatron_dapo.resharding.transport_shm import WeightPublisher, weight_update
+
+    layout = whole(tensors)
+    destinations = dict(enumerate(engine.layouts()))
+    prefix = f"/dev/shm/tiny-vllm-{os.getpid()}"
+    publisher = WeightPublisher(
+        0, layout, tensors.__getitem__, {0: layout}, destinations, prefix, dtypes=engine.dtypes()
+    )
+    report = engine.update_weights(weight_update(publisher.write()), version)
+    publisher.close()
+    return report
+
+
+def requests(
+    prompts: int = 4, samples: int = 2, step: int = 0, sampling: Sampling | None = None
+) -> list[GenerationRequest]:
+    sampling = sampling or Sampling(max_tokens=12, ignore_eos=True)
+    made = []
+    for p in range(prompts):
+        ids = torch.randint(3, 500, (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(p)).tolist()
+        for s in range(samples):
+            made.append(GenerationRequest(f"{step}-{p}-{s}", tuple(ids), sample_seed(7, step, f"0-{p}-0", s), sampling))
+    return made
+
+
+def reference(kind: str, tensors: dict[str, Tensor]) -> torch.nn.Module:
+    """The same weights in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    directory = scratch() / f"{kind}-reference"
+    directory.mkdir(exist_ok=True)
+    shutil.copy(f"{model_directory(kind)}/config.json", directory)
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"}
+    )
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def worst_difference(
+    model: torch.nn.Module, asked: list[GenerationRequest], got: list[Generation], temperature: float = 1.0
+) -> float:
+    """Largest |log-prob of vLLM - log-prob of transformers| over all sampled tokens."""
+    worst = 0.0
+    for request, sample in zip(asked, got, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *sample.token_ids]])
+        logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float() / temperature
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+        worst = max(worst, (expected - torch.tensor(sample.logprobs)).abs().max().item())
+    return worst
