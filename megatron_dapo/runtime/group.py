@@ -8,7 +8,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 _STOP = "__stop__"
-_FOREVER = timedelta(days=7)  # a rank may wait through any generation; a dead peer closes its socket and is seen at once
+_FOREVER = timedelta(
+    days=7
+)  # a rank may wait through any generation; a dead peer closes its socket and is seen at once
 
 
 class WorkerGroup(Protocol):

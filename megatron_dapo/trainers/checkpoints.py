@@ -1,7 +1,7 @@
 """Where checkpoints live and which one counts: written aside, verified, made visible by one rename, old ones pruned.
 
-    checkpoints/global_step_20/{actor,critic}/…  trainer_state.pt  manifest.json
-    checkpoints/latest_checkpointed_iteration.txt
+checkpoints/global_step_20/{actor,critic}/…  trainer_state.pt  manifest.json
+checkpoints/latest_checkpointed_iteration.txt
 """
 
 import json

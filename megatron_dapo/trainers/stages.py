@@ -99,9 +99,7 @@ def critic_values(ranks: Ranks, batch: TensorDict) -> TensorDict:
     return _fields(batch, values=ranks.infer(batch, CRITIC, ["values"])["values"])
 
 
-def advantages(
-    config: Config, batch: TensorDict, kl: FixedKLController
-) -> tuple[TensorDict, Metrics]:
+def advantages(config: Config, batch: TensorDict, kl: FixedKLController) -> tuple[TensorDict, Metrics]:
     """Rewards after KL, rollout correction (weights and mask), then advantages and returns.
 
     Returns the whole batch, since the corrected mask replaces `response_mask`; the rewards of rejected samples still count in their group's baseline.
@@ -182,13 +180,9 @@ def split_mini_batches(batch: TensorDict, groups: int, mode: str, horizon: float
 
 def connect_rollout(ranks: Ranks, prefix: str) -> None:
     """Tells every training rank what the rollout engines store, so that each plans its part of a push, once."""
-    layouts = [layout for of_rank in ranks.group.call("rollout_layouts") for layout in of_rank]
-    ranks.group.call(
-        "connect",
-        destinations={index: slices for index, (slices, _, _) in enumerate(layouts)},
-        dtypes=layouts[0][1],
-        prefix=prefix,
-    )
+    stored = ranks.group.call("rollout_layouts")
+    layouts = [layout for of_rank, _ in stored for layout in of_rank]
+    ranks.group.call("connect", destinations=dict(enumerate(layouts)), dtypes=stored[ranks.hosts[0]][1], prefix=prefix)
 
 
 def push_weights(ranks: Ranks, version: int) -> Metrics:

@@ -116,12 +116,12 @@ class Worker(SupervisedWorker):
         """Samples on this rank's engine; ranks without one get no requests."""
         return self.rollout.generate(requests) if self.rollout is not None and requests else []
 
-    def rollout_layouts(self) -> list[Any]:
-        """What each tensor-parallel rank of this rank's engine stores; empty where there is no engine."""
+    def rollout_layouts(self) -> tuple[list[Layout], dict[str, str]]:
+        """What each tensor-parallel rank of this rank's engine stores, and in which dtypes; empty without an engine."""
         if self.rollout is None:
-            return []
+            return [], {}
         self.rollout.wait_ready(_START_SECONDS)
-        return self.rollout.layouts()
+        return self.rollout.layouts(), self.rollout.dtypes()
 
     def connect(self, *, destinations: Mapping[int, Layout], dtypes: Mapping[str, str], prefix: str) -> None:
         """Plans this rank's part of every push to the engines' ranks `destinations`."""
