@@ -27,8 +27,7 @@ def overlong_penalty(
     if factor < 0:
         raise ValueError(f"overlong penalty factor must not be negative, got {factor}")
     exceed = length - (max_length - buffer)
+    most = float("inf") if reference_unbounded else 1.0
     if isinstance(exceed, Tensor):
-        share = exceed.clamp(min=0) / buffer
-        return 0.0 - factor * (share if reference_unbounded else share.clamp(max=1))
-    share = max(exceed, 0) / buffer
-    return 0.0 - factor * (share if reference_unbounded else min(share, 1.0))
+        return 0.0 - factor * (exceed / buffer).clamp(0.0, most)
+    return 0.0 - factor * min(max(exceed / buffer, 0.0), most)

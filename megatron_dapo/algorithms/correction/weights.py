@@ -25,7 +25,7 @@ def importance_weights(
     """Weights per token, 0 in padding, without gradient; and their metrics, taken before normalisation.
 
     Level "token": r of the token. "sequence": the product of r over the sequence, on each of its tokens. Weights above
-    the upper bound are truncated (TIS); with a lower bound, those outside are 0 instead (IcePop), and the token stays in
+    the upper bound are truncated (TIS); with a lower bound, those outside are 0 instead (IcePop); the token stays in
     the denominators. `batch_normalize` divides by the mean weight of the batch, over tokens or over sequences; it may
     lift a weight above the bound.
     """

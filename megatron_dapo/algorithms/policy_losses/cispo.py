@@ -31,7 +31,7 @@ def cispo(
     delta = log_ratio(logprob.detach(), old_logprob, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = delta.exp()
     weight = ratio.clamp(1 - config.low, 1 + config.high)
-    loss = weighted(-valid(advantages, mask) * weight * valid(real(logprob), mask), mask, rollout_is_weights)
+    loss = weighted(-valid(real(advantages), mask) * weight * valid(real(logprob), mask), mask, rollout_is_weights)
     metrics = {
         "actor/pg_clipfrac": masked_mean((weight != ratio).float(), mask),
         "actor/ppo_kl": -masked_mean(delta, mask),

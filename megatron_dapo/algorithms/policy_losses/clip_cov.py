@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dapo.algorithms.masked import floats, masked_mean, valid
+from megatron_dapo.algorithms.masked import floats, masked_mean, real, valid
 from megatron_dapo.algorithms.policy_losses.base import (
     LOG_RATIO_BOUND,
     PolicyLossConfig,
@@ -35,7 +35,7 @@ def clip_cov(
     if config.clip_cov_ratio <= 0:
         raise ValueError(f"clip_cov_ratio must be positive, got {config.clip_cov_ratio}")
     mask = mask.bool()
-    advantages = valid(advantages, mask)
+    advantages = valid(real(advantages), mask)
     delta = log_ratio(logprob, old_logprob, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = delta.exp()
     free = -advantages * ratio

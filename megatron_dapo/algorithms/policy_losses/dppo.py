@@ -81,7 +81,7 @@ def _surrogate(
     mask = mask.bool()
     delta = log_ratio(logprob.detach(), old_logprob, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = delta.exp()
-    gain = valid(advantages, mask) * ratio.clamp(max=config.clip_ratio_c) * valid(real(logprob), mask)
+    gain = valid(real(advantages), mask) * ratio.clamp(max=config.clip_ratio_c) * valid(real(logprob), mask)
     metrics = {
         "actor/pg_clipfrac": masked_mean((~inside).float(), mask),
         "actor/ppo_kl": -masked_mean(delta, mask),

@@ -30,5 +30,5 @@ def dro(
         raise ValueError(f"policy loss 'dro' needs policy_loss.dro_beta above 0, got {config.dro_beta}")
     mask = mask.bool()
     delta = log_ratio(logprob, old_logprob, mask)
-    gain = valid(advantages, mask) * valid(real(logprob), mask) - 0.5 * config.dro_beta * delta.square()
+    gain = valid(real(advantages), mask) * valid(real(logprob), mask) - 0.5 * config.dro_beta * delta.square()
     return weighted(-gain, mask, rollout_is_weights), floats({"actor/ppo_kl": -masked_mean(delta, mask)})

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dapo.algorithms.masked import floats, masked_mean, row_means, valid
+from megatron_dapo.algorithms.masked import floats, masked_mean, real, row_means, valid
 from megatron_dapo.algorithms.policy_losses.base import (
     PolicyLossConfig,
     log_ratio,
@@ -30,7 +30,7 @@ def geo_mean(
     whose log-ratio lies outside [-low, high]), `actor/ppo_kl`, the mean of -log r.
     """
     mask = mask.bool()
-    advantages = valid(advantages, mask)
+    advantages = valid(real(advantages), mask)
     delta = log_ratio(logprob, old_logprob, mask)
     up, down = advantages > 0, advantages < 0
     clipped = torch.where(up, delta.clamp(max=config.high), torch.where(down, delta.clamp(min=-config.low), 0.0))

@@ -23,4 +23,4 @@ def gpg(
 ) -> tuple[Float[Tensor, "b t"], dict[str, float]]:
     """-A·log π (Group Policy Gradient, arXiv:2504.02546); on policy, with the advantage estimator of the same name."""
     mask = mask.bool()
-    return weighted(-valid(advantages, mask) * valid(real(logprob), mask), mask, rollout_is_weights), {}
+    return weighted(-valid(real(advantages), mask) * valid(real(logprob), mask), mask, rollout_is_weights), {}

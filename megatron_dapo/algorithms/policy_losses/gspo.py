@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dapo.algorithms.masked import floats, masked_mean, row_means, valid
+from megatron_dapo.algorithms.masked import floats, masked_mean, real, row_means, valid
 from megatron_dapo.algorithms.policy_losses.base import (
     PolicyLossConfig,
     log_ratio,
@@ -32,7 +32,7 @@ def gspo(
     of 1e-4. Metrics: `actor/pg_clipfrac` (tokens of clipped sequences) and `actor/ppo_kl`, the mean of -log r.
     """
     mask = mask.bool()
-    advantages = valid(advantages, mask)
+    advantages = valid(real(advantages), mask)
     delta = log_ratio(logprob, old_logprob, mask)
     sequence = row_means(delta.detach(), mask)[:, None]
     ratio = (delta - delta.detach() + sequence).clamp(max=_MAX_LOG_RATIO).exp()

@@ -27,6 +27,6 @@ def reinforce(
     Metric: `actor/ppo_kl`, the mean of log π_old - log π.
     """
     mask = mask.bool()
-    loss = weighted(-valid(advantages, mask) * valid(real(logprob), mask), mask, rollout_is_weights)
+    loss = weighted(-valid(real(advantages), mask) * valid(real(logprob), mask), mask, rollout_is_weights)
     delta = log_ratio(logprob.detach(), old_logprob, mask)
     return loss, floats({"actor/ppo_kl": -masked_mean(delta, mask)})

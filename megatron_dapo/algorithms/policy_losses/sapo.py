@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dapo.algorithms.masked import floats, masked_mean, valid
+from megatron_dapo.algorithms.masked import floats, masked_mean, real, valid
 from megatron_dapo.algorithms.policy_losses.base import (
     LOG_RATIO_BOUND,
     PolicyLossConfig,
@@ -30,7 +30,7 @@ def sapo(
     tokens, then sequences: use loss_agg_mode seq-mean-token-mean. Metric: `actor/ppo_kl`, the mean of -log r.
     """
     mask = mask.bool()
-    advantages = valid(advantages, mask)
+    advantages = valid(real(advantages), mask)
     delta = log_ratio(logprob, old_logprob, mask).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     tau = torch.where(advantages > 0, config.tau_pos, config.tau_neg)
     gate = torch.sigmoid(tau * (delta.exp() - 1)) * 4 / tau

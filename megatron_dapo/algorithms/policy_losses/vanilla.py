@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dapo.algorithms.masked import floats, masked_mean, valid
+from megatron_dapo.algorithms.masked import floats, masked_mean, real, valid
 from megatron_dapo.algorithms.policy_losses.base import (
     LOG_RATIO_BOUND,
     PolicyLossConfig,
@@ -33,7 +33,7 @@ def vanilla(
     is -A·r with r held in [0, 1 + high] for A ≥ 0 and in [1 - low, c] for A < 0; a token at a bound has no gradient.
     """
     mask = mask.bool()
-    advantages = valid(advantages, mask)
+    advantages = valid(real(advantages), mask)
     delta = log_ratio(logprob, old_logprob, mask)
     low, high, dual = _log_bounds(config)
     down = advantages < 0
