@@ -5,23 +5,28 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.heads import DeferredHead, ValueHead
 from megatron_dapo.models.rope import inverse_frequencies
 from megatron_dapo.models.specs import decoder_spec
 from megatron_dapo.models.tables import padded_vocab
-from megatron_dapo.models.value_head import ValueHead
 
 
-def build_model(arch: Architecture, config: TransformerConfig, value_head: bool = False) -> list[GPTModel]:
+def build_model(
+    arch: Architecture, config: TransformerConfig, value_head: bool = False, deferred_head: bool = False
+) -> list[GPTModel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), without weights.
 
-    Needs Megatron's process groups (`parallel.groups.init_distributed`). With `value_head` the last stage ends in a
-    `ValueHead` instead of the vocabulary.
+    Needs Megatron's process groups (`parallel.groups.init_distributed`). The last stage gives logits [b, t, v/tp]; with
+    `deferred_head` the hidden states [b, t, h] (for `logprob.head_statistics`), with `value_head` values [b, t, 1].
     """
     size = config.virtual_pipeline_model_parallel_size
-    return [_chunk(arch, config, stage, value_head) for stage in (range(size) if size else [None])]
+    stages = range(size) if size else [None]
+    return [_chunk(arch, config, stage, value_head, deferred_head) for stage in stages]
 
 
-def _chunk(arch: Architecture, config: TransformerConfig, vp_stage: int | None, value_head: bool) -> GPTModel:
+def _chunk(
+    arch: Architecture, config: TransformerConfig, vp_stage: int | None, value_head: bool, deferred_head: bool
+) -> GPTModel:
     whole = vp_stage is None
     last = mpu.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage)
     model = GPTModel(
@@ -38,6 +43,8 @@ def _chunk(arch: Architecture, config: TransformerConfig, vp_stage: int | None, 
     )
     if value_head and last:
         model.output_layer = ValueHead(config)
+    elif deferred_head and last:
+        model.output_layer = DeferredHead(model.output_layer)
     if arch.latent is None:
         model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(
             model.rotary_pos_emb.inv_freq.device

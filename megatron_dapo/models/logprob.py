@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 STATISTICS = ("log_probs", "entropy", "sum_pi_squared")
-_CHUNK_BYTES = 32 << 20  # of float32 logits in hand at a time
+_CHUNK_BYTES = 32 << 20  # of float32 copies of logits in hand at a time
+_HEAD_CHUNK_BYTES = 128 << 20  # of logits made from hidden states at a time
 
 
 def token_statistics(
@@ -139,3 +141,36 @@ def _combine(local: Tensor, peak: Tensor, group: Any) -> Tensor:
     local[2] *= scale.square()
     dist.all_reduce(local, group=group)
     return common
+
+
+def head_statistics(
+    hidden: Float[Tensor, "t h"],
+    weight: Float[Tensor, "v_tp h"],
+    labels: Int[Tensor, "t"],
+    names: Sequence[str],
+    *,
+    vocab: int,
+    temperature: float = 1.0,
+    group: Any = None,
+) -> dict[str, Float[Tensor, "t"]]:
+    """`token_statistics` of hidden @ weightᵀ without the logits ever existing for more than a few tokens.
+
+    They are computed again in the backward pass. `hidden` must be the same on every rank of `group`, and its gradient
+    here is this rank's part of a sum over the group (`DeferredHead` prepares both). Give it only the tokens whose
+    labels matter: the vocabulary projection of a prompt is then never computed.
+    """
+    tokens, size = hidden.shape[0], max(1, _HEAD_CHUNK_BYTES // (4 * weight.shape[0]))
+
+    def statistics(part: Tensor, matrix: Tensor, label: Tensor) -> tuple[Tensor, ...]:
+        found = token_statistics(part @ matrix.t(), label, names, vocab=vocab, temperature=temperature, group=group)
+        return tuple(found[name] for name in names)
+
+    if tokens <= size:  # small enough to keep until the backward pass
+        values = [statistics(hidden, weight, labels)]
+    else:
+        parts = zip(hidden.split(size), labels.split(size), strict=True)
+        values = [
+            checkpoint(statistics, part, weight, label, use_reentrant=False, preserve_rng_state=False)
+            for part, label in parts
+        ]
+    return {name: torch.cat(pieces) for name, pieces in zip(names, zip(*values, strict=True), strict=True)}

@@ -36,11 +36,19 @@ def test_old_and_new_rope_spelling_agree():
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "unsupported architecture 'GPT2LMHeadModel'.*Qwen3MoeForCausalLM"),
+        (
+            "llama",
+            {"architectures": ["GPT2LMHeadModel"]},
+            "unsupported architecture 'GPT2LMHeadModel'.*Qwen3MoeForCausalLM",
+        ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("llama", {"attention_bias": True, "mlp_bias": True}, "attention_bias true.*mlp_bias true"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "sliding window"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'dynamic'",
+        ),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("deepseek_v3", {"topk_group": 1}, "topk_group"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),

@@ -135,7 +135,10 @@ def damaged(tmp_path, change):
     ("change", "message"),
     [
         (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), r"has no tensor model\.layers\.2\.mlp\.up_proj\.weight"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(31)}), r"model\.norm\.weight .* has shape \(31,\).* implies \(32,\)"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(31)}),
+            r"model\.norm\.weight .* has shape \(31,\).* implies \(32,\)",
+        ),
         (lambda t: t.update({"model.norm.weight": torch.zeros(32).to(torch.float8_e4m3fn)}), "dtype F8_E4M3"),
     ],
 )
@@ -156,6 +159,25 @@ def test_missing_and_broken_files_are_named(one_rank, tmp_path):
     file.unlink()
     with pytest.raises(WeightsError, match="has no weights"):
         load_hf(chunks, arch, one_rank, path)
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "model-00001.safetensors"}}')
+    (path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"model.norm.weight": "model-00001.safetensors"}}'
+    )
     with pytest.raises(WeightsError, match=r"names model-00001\.safetensors, which is missing"):
         load_hf(chunks, arch, one_rank, path)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_deferred_head_gives_the_logits_later(one_rank, name):
+    from megatron_dapo.models.heads import head_weight
+
+    path = saved(name)
+    arch, chunks = build(path)
+    load_hf(chunks, arch, one_rank, path)
+    deferred = build_model(arch, chunks[0].config, deferred_head=True)
+    load_hf(deferred, arch, one_rank, path)
+    ids = torch.arange(30)[None]
+    hidden = deferred[0](ids, None, None)
+    assert hidden.shape == (1, 30, arch.hidden)
+    torch.testing.assert_close(hidden @ head_weight(deferred[0]).t(), chunks[0](ids, None, None), atol=1e-5, rtol=0)
+    assert set(dict(deferred[0].named_parameters())) == set(dict(chunks[0].named_parameters()))
+    assert set(deferred[0].sharded_state_dict()) == set(chunks[0].sharded_state_dict())

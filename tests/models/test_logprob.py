@@ -58,3 +58,29 @@ def test_bfloat16_logits_are_not_rounded_again():
     labels = torch.randint(0, 100, (64,))
     ours = token_statistics(logits, labels, ["log_probs"], vocab=100)["log_probs"]
     torch.testing.assert_close(ours.double(), textbook(logits, labels, 100, 1.0)["log_probs"], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("head_bytes", [1 << 20, 800])
+def test_from_hidden_states(monkeypatch, head_bytes):
+    """Kept or computed again, whole or in parts: the same values and gradients as from logits."""
+    monkeypatch.setattr(logprob, "_HEAD_CHUNK_BYTES", head_bytes)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(23, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
+    labels, factor = torch.randint(0, 37, (23,)), torch.randn(3, 23)
+    gradients = []
+    for statistics in (
+        logprob.head_statistics(hidden, weight, labels, STATISTICS, vocab=37, temperature=0.7),
+        token_statistics(hidden @ weight.t(), labels, STATISTICS, vocab=37, temperature=0.7),
+    ):
+        torch.stack([statistics[name] for name in STATISTICS]).mul(factor).sum().backward()
+        gradients.append((*(statistics[name].detach() for name in STATISTICS), hidden.grad, weight.grad))
+        hidden.grad = weight.grad = None
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_no_tokens_still_have_a_graph():
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    found = logprob.head_statistics(hidden, weight, torch.zeros(0, dtype=torch.long), STATISTICS, vocab=8)
+    sum(value.sum() for value in found.values()).backward()
+    assert weight.grad.shape == (8, 4) and not weight.grad.any()

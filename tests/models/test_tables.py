@@ -92,7 +92,11 @@ def test_kv_heads_and_odd_vocabularies(kv_heads, vocab, tied):
 def test_tied_embedding_lies_on_both_pipeline_ends():
     arch = architecture("qwen2")
     first, last = (
-        {s.param for s in megatron_slices(arch, Topology(world=2, pipeline=2), r) if s.tensor.endswith("embed_tokens.weight")}
+        {
+            s.param
+            for s in megatron_slices(arch, Topology(world=2, pipeline=2), r)
+            if s.tensor.endswith("embed_tokens.weight")
+        }
         for r in (0, 1)
     )
     assert first == {"0.embedding.word_embeddings.weight"}
