@@ -63,7 +63,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.14",
     packages=find_packages(include=["megatron_dapo", "megatron_dapo.*", "checkpoint_tools", "checkpoint_tools.*"]),
-    package_data={"megatron_dapo": ["py.typed"]},
+    package_data={"megatron_dapo": ["py.typed"], "megatron_dapo.report": ["assets/*"]},
     data_files=[
         (
             f"share/megatron-dapo/{folder.relative_to(ROOT)}",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_dapo.config import load_config, split_words, translate_verl
 from megatron_dapo.config.compose import CONFIG_DIR_VARIABLE
+from megatron_dapo.errors import UserError
 
 Arguments = argparse.Namespace
 Parser = argparse.ArgumentParser
@@ -83,6 +84,73 @@ def _demo(args: Arguments) -> int:
     return 0
 
 
+def _data_arguments(parser: Parser) -> None:
+    parser.add_argument("action", choices=("prepare",))
+    parser.add_argument(
+        "name", help="dapo-math-17k, aime-2024, gsm8k, math-500, arithmetic, reasoning-gym:TASK, or a file"
+    )
+    parser.add_argument(
+        "options", nargs="*", metavar="key=value", help="tokenizer=DIR, max_prompt_length=N, the task's own"
+    )
+    parser.add_argument("--output", type=Path, default=Path("data"), help="directory to write to")
+    parser.add_argument("--from", dest="source", type=Path, help="a local copy to read instead of downloading")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+
+
+def _data(args: Arguments) -> int:
+    from megatron_dapo.data.prepare import prepare
+
+    wrong = [text for text in args.options if "=" not in text]
+    if wrong:
+        raise UserError(f"`{wrong[0]}` is not an option: write key=value")
+    options = dict(text.split("=", 1) for text in args.options)
+    print(prepare(args.name, args.output, args.source, options, overwrite=args.overwrite).text())
+    return 0
+
+
+def _report_arguments(parser: Parser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories; several are compared")
+    parser.add_argument("--output", type=Path, help="the page to write (default: report.html in the first run)")
+
+
+def _report(args: Arguments) -> int:
+    from megatron_dapo.report import write_report
+
+    print(write_report(args.runs, args.output))
+    return 0
+
+
+def _watch_arguments(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="run directory, here or as HOST:DIRECTORY by ssh")
+    parser.add_argument("--interval", type=float, default=2.0, help="seconds between looks")
+    parser.add_argument("--once", action="store_true", help="print one picture and leave")
+
+
+def _watch(args: Arguments) -> int:
+    from megatron_dapo.report import watch
+
+    watch(args.run, interval=args.interval, once=args.once)
+    return 0
+
+
+def _moe_arguments(parser: Parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--source", choices=("rollout", "training"), help="whose routing (default: the rollout's, if there)"
+    )
+    parser.add_argument("--step", type=int, help="which report (default: the newest)")
+    parser.add_argument("--gpus", type=int, help="imagine so many GPUs (default: the run's own)")
+    parser.add_argument("--gpus-per-node", type=int, help="imagine nodes of so many GPUs")
+
+
+def _moe(args: Arguments) -> int:
+    from megatron_dapo.metrics import moe_report
+
+    imagined = {"gpus": args.gpus, "gpus_per_node": args.gpus_per_node}
+    print(moe_report(args.run, source=args.source, step=args.step, **imagined))
+    return 0
+
+
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         "the whole line in minutes: data, warm start, DAPO, evaluation, Hugging Face export",
@@ -96,6 +164,23 @@ COMMANDS: dict[str, Command] = {
         "supervised training on prompt/response rows, with the same engine",
         _override_arguments, _sft,
         "example: megatron-dapo sft model.path=MODEL sft.train_files=rows.parquet trainer.default_local_dir=runs/sft",
+    ),
+    "data": Command(
+        "prepare a data set: read, remove copies, write parquet, print its card",
+        _data_arguments, _data,
+        "examples: megatron-dapo data prepare gsm8k\n"
+        "          megatron-dapo data prepare aime-2024 --from aime-2024.parquet --output data",
+    ),
+    "report": Command(
+        "write one HTML page about a run, or comparing several", _report_arguments, _report,
+        "example: megatron-dapo report runs/demo",
+    ),
+    "watch": Command(
+        "follow a run in the terminal", _watch_arguments, _watch, "example: megatron-dapo watch runs/demo",
+    ),
+    "moe": Command(
+        "a run's expert load, and what other placements of the experts would cost",
+        _moe_arguments, _moe, "example: megatron-dapo moe runs/demo --gpus 128 --gpus-per-node 8",
     ),
     "config": Command(
         "print the resolved configuration, or what is wrong with it",
