@@ -6,6 +6,7 @@ Every destination receives each element it stores exactly once and nothing else;
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -32,14 +33,19 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Distinct boxes of many holders. `holder`/`slice` list who has each box: rows `start[i] : start[i + 1]`."""
+    """Distinct boxes of many holders, sorted by tensor. Box i is held by members `start[i] : start[i + 1]`."""
 
     tensor: np.ndarray  # [boxes]
     low: np.ndarray  # [boxes, DIMS]
     high: np.ndarray
     start: np.ndarray  # [boxes + 1]
     holder: np.ndarray  # [members]
-    slice: np.ndarray
+    slice: np.ndarray  # [members] index in the holder's layout
+
+    @property
+    def members(self) -> np.ndarray:
+        """How many holders each box has."""
+        return np.diff(self.start)
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,10 @@ class Plan:
 
 
 def plan(sources: Mapping[int, Layout], destinations: Mapping[int, Layout]) -> Plan:
-    """Match what destinations store with what sources hold. Raises PlanError naming a tensor that cannot be served."""
+    """Match what destinations store with what sources hold. Raises PlanError naming a tensor that cannot be served.
+
+    Holders that share one layout object are looked at once: replicas cost nothing.
+    """
     names: dict[str, int] = {}
     ndims: list[int] = []
     wanted = distinct_boxes(destinations, names, ndims)
@@ -95,7 +104,7 @@ def plan(sources: Mapping[int, Layout], destinations: Mapping[int, Layout]) -> P
     real = (low < high).all(axis=1)
     want, have, low, high = want[real], have[real], low[real], high[real]
     want, have, low, high = cover_once(wanted, want, have, low, high, tensors)
-    pair, source_member, destination_member = assign(wanted, held, want, have)
+    pair, source_member, destination_member = assign(wanted, held, want, have, low, high)
     return Plan(
         tensors,
         np.array(ndims),
@@ -112,44 +121,70 @@ def plan(sources: Mapping[int, Layout], destinations: Mapping[int, Layout]) -> P
 
 def distinct_boxes(layouts: Mapping[int, Layout], names: dict[str, int], ndims: list[int]) -> Boxes:
     """Number the tensors (extending `names`) and group equal boxes of different holders."""
-    tensors: list[int] = []
-    lows: list[tuple[int, ...]] = []
-    shapes: list[tuple[int, ...]] = []
-    holders: list[int] = []
-    slices: list[int] = []
+    holders: dict[int, list[int]] = {}
+    unique: dict[int, Layout] = {}
     for holder, layout in layouts.items():
-        for index, piece in enumerate(layout):
-            tensor = names.setdefault(piece.tensor, len(names))
-            if tensor == len(ndims):
-                ndims.append(len(piece.shape))
-            elif ndims[tensor] != len(piece.shape):
-                found = f"{ndims[tensor]} dimensions in one layout and {len(piece.shape)} in another"
-                raise PlanError(f"{piece.tensor} has {found}")
-            pad = DIMS - len(piece.shape)
-            tensors.append(tensor)
-            lows.append(piece.offset + (0,) * pad)
-            shapes.append(piece.shape + (1,) * pad)
-            holders.append(holder)
-            slices.append(index)
-    tensor_column = np.array(tensors, np.int64)
-    low = np.array(lows, np.int64).reshape(-1, DIMS)
-    high = low + np.array(shapes, np.int64).reshape(-1, DIMS)
-    keys = np.column_stack([tensor_column, low, high])
-    order = np.lexsort(keys.T[::-1])
+        holders.setdefault(id(layout), []).append(holder)
+        unique[id(layout)] = layout
+    groups = list(holders.values())
+    columns = [layout_columns(layout, names, ndims) for layout in unique.values()]
+    keys = np.concatenate([np.empty((0, 1 + 2 * DIMS), np.int64), *columns])
+    order = sort_rows(keys)
     keys = keys[order]
+    group = np.repeat(np.arange(len(groups), dtype=np.int32), [len(c) for c in columns])[order]
+    index = position_in_run(np.array([len(c) for c in columns], np.int32))[order]
     new = np.ones(len(keys), bool)
     new[1:] = (keys[1:] != keys[:-1]).any(axis=1)
-    first = np.flatnonzero(new)
-    start = np.append(first, len(keys))
-    chosen = keys[first]
+    size = np.array([len(g) for g in groups], np.int32)
+    copies = size[group]
+    ends = np.append(np.int32(0), np.cumsum(copies, dtype=np.int32))
+    first = (np.cumsum(size) - size).astype(np.int32)
+    member = np.repeat(first[group] - ends[:-1], copies) + np.arange(ends[-1], dtype=np.int32)
     return Boxes(
-        chosen[:, 0],
-        chosen[:, 1 : 1 + DIMS],
-        chosen[:, 1 + DIMS :],
-        start,
-        np.array(holders, np.int64)[order],
-        np.array(slices, np.int64)[order],
+        keys[new, 0],
+        keys[new, 1 : 1 + DIMS],
+        keys[new, 1 + DIMS :],
+        ends[np.append(np.flatnonzero(new), len(keys))],
+        np.array([h for g in groups for h in g], np.int32)[member],
+        np.repeat(index, copies),
     )
+
+
+def layout_columns(layout: Layout, names: dict[str, int], ndims: list[int]) -> np.ndarray:
+    """One row (tensor, low, high) per slice of a layout."""
+    tensor = np.array([names.setdefault(piece.tensor, len(names)) for piece in layout], np.int64)
+    dims = np.array([len(piece.shape) for piece in layout], np.int64)
+    ndims.extend([0] * (len(names) - len(ndims)))
+    known = np.array(ndims, np.int64)
+    known[tensor] = np.where(known[tensor] == 0, dims, known[tensor])
+    wrong = np.flatnonzero(known[tensor] != dims)
+    if len(wrong):
+        name = layout[int(wrong[0])].tensor
+        raise PlanError(f"{name} has {known[names[name]]} dimensions in one layout and {dims[wrong[0]]} in another")
+    ndims[:] = known.tolist()
+    columns = np.zeros((len(layout), 1 + 2 * DIMS), np.int64)
+    columns[:, 0] = tensor
+    columns[:, 1 + DIMS :] = 1
+    real = np.arange(DIMS) < dims[:, None]
+    low, high = columns[:, 1 : 1 + DIMS], columns[:, 1 + DIMS :]
+    low[real] = np.fromiter(chain.from_iterable([piece.offset for piece in layout]), np.int64)
+    high[real] = np.fromiter(chain.from_iterable([piece.shape for piece in layout]), np.int64)
+    high += low
+    return columns
+
+
+def sort_rows(keys: np.ndarray) -> np.ndarray:
+    """An order that puts rows of the same tensor together, and among them equal rows.
+
+    Sorting by a hash of the box is much quicker than by its columns; should two boxes of a tensor share one, the
+    columns decide after all.
+    """
+    mix = np.random.default_rng(0).integers(1, 2**62, keys.shape[1] - 1) | 1
+    code = (keys[:, 0] << 40) | ((keys[:, 1:] @ mix) >> 23 & (2**40 - 1))
+    order = np.argsort(code, kind="stable")
+    same_code = np.diff(code[order]) == 0
+    same_row = (np.diff(keys[order], axis=0) == 0).all(axis=1)
+    return order if (same_code == same_row).all() else np.lexsort(keys.T[::-1])
 
 
 def candidate_pairs(wanted: np.ndarray, held: np.ndarray, tensors: int) -> tuple[np.ndarray, np.ndarray]:
@@ -157,8 +192,13 @@ def candidate_pairs(wanted: np.ndarray, held: np.ndarray, tensors: int) -> tuple
     first = np.searchsorted(held, np.arange(tensors + 1))
     per_wanted = first[wanted + 1] - first[wanted]
     want = np.repeat(np.arange(len(wanted)), per_wanted)
-    within = np.arange(len(want)) - np.repeat(np.cumsum(per_wanted) - per_wanted, per_wanted)
-    return want, first[wanted][want] + within
+    return want, first[wanted][want] + position_in_run(per_wanted)
+
+
+def position_in_run(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, … for every run, one after another."""
+    ends = np.cumsum(lengths, dtype=lengths.dtype)
+    return np.arange(ends[-1] if len(ends) else 0, dtype=lengths.dtype) - np.repeat(ends - lengths, lengths)
 
 
 def cover_once(
@@ -220,13 +260,29 @@ def subtract(part: Box, hole: Box) -> list[Box]:
     return rest
 
 
-def assign(wanted: Boxes, held: Boxes, want: np.ndarray, have: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One transfer for each (pair, destination), its sender drawn in turn from the holders of the source box."""
-    receivers = wanted.start[want + 1] - wanted.start[want]
-    pair = np.repeat(np.arange(len(want)), receivers)
-    within = np.arange(len(pair)) - np.repeat(np.cumsum(receivers) - receivers, receivers)
-    destination_member = wanted.start[want][pair] + within
-    box = have[pair]
-    replicas = held.start[box + 1] - held.start[box]
-    turn = box + pair + within  # neighbours in any of the three start at different holders
-    return pair, held.start[box] + turn % replicas, destination_member
+def assign(
+    wanted: Boxes, held: Boxes, want: np.ndarray, have: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One transfer for each (pair, destination): the pair, the member that sends and the member that receives.
+
+    All transfers of one set of replicas are dealt to them like cards, the large ones first, so that their loads differ
+    by at most one transfer.
+    """
+    deck = replica_sets(held)[have]
+    volume = np.prod(high - low, axis=1)
+    order = np.lexsort((-volume, deck)).astype(np.int32)
+    receivers = wanted.members[want[order]]
+    changes = np.flatnonzero(np.diff(deck[order], prepend=-1))
+    card = position_in_run(np.add.reduceat(receivers, changes) if len(changes) else receivers)
+    holders = np.repeat(held.members[have[order]], receivers)
+    source = np.repeat(held.start[have[order]], receivers) + card % holders
+    destination = np.repeat(wanted.start[want[order]], receivers) + position_in_run(receivers)
+    return np.repeat(order, receivers), source, destination
+
+
+def replica_sets(held: Boxes) -> np.ndarray:
+    """A number for each box, equal for boxes with the same holders in the same order."""
+    mixed = np.random.default_rng(0).integers(1, 2**62, int(held.holder.max(initial=0)) + 1)[held.holder]
+    place = np.arange(len(mixed)) - np.repeat(held.start[:-1], held.members)
+    sums = np.add.reduceat(mixed * (2 * place + 1), held.start[:-1]) if len(mixed) else mixed
+    return np.unique(sums, return_inverse=True)[1]

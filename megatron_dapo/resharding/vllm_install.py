@@ -1,5 +1,7 @@
 """Put one received storage into a live vLLM model, with what the platform does to weights after loading them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -17,7 +19,8 @@ from megatron_dapo.resharding.vllm_layout import FULL
 def install(model: nn.Module, param: str, received: Tensor) -> None:
     """Replace the weights of one storage. `received` may be overwritten by the next push, so nothing may keep it."""
     if param.startswith(FULL):
-        model.load_weights([(param.removeprefix(FULL), received.clone())])
+        loader: Any = model  # every vLLM model has load_weights; torch's Module does not say so
+        loader.load_weights([(param.removeprefix(FULL), received.clone())])
         return
     path, _, leaf = param.rpartition(".")
     module = model.get_submodule(path)
