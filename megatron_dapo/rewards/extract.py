@@ -7,6 +7,7 @@ from megatron_dapo.rewards.latex import last_boxed
 from megatron_dapo.rewards.verdict import INVALID
 
 LONGEST_ANSWER = 2000  # characters; anything longer is not a final answer
+TAIL = 4096  # characters looked at first: an answer found there is the last one, and most are there
 MOST_MARKERS = 8  # markers without a value that are passed over, from the end
 
 # "Answer:", "**Answer**:", "answer is:"; \uff1a is the full-width colon
@@ -17,12 +18,19 @@ _DECORATION = " \t\r\n*_`>#"
 
 def final_answer(response: str) -> str:
     """The text of the last answer given, still as written, or INVALID."""
+    found = _find(response[-TAIL:])
+    if not found and len(response) > TAIL:
+        found = _find(response)
+    return found or INVALID
+
+
+def _find(response: str) -> str:
     boxed = last_boxed(response)
     line = _last_line(response, boxed[0] if boxed else -1)
     if line:
         inner = last_boxed(line)
         return inner[1].strip() if inner else line
-    return boxed[1].strip() if boxed and len(boxed[1]) <= LONGEST_ANSWER else INVALID
+    return boxed[1].strip() if boxed and len(boxed[1]) <= LONGEST_ANSWER else ""
 
 
 def _last_line(response: str, after: int) -> str:

@@ -18,6 +18,7 @@ from megatron_dapo.config.sampling import RewardConfig
 from megatron_dapo.data.types import Prompt, Score, Trajectory
 from megatron_dapo.rewards.custom import CustomFunction
 from megatron_dapo.rewards.errors import RewardError
+from megatron_dapo.rewards.math_robust import SYMBOLIC_CPU_SECONDS
 from megatron_dapo.rewards.model import RewardModel, open_reward_model
 from megatron_dapo.rewards.pool import Outcome, Pool
 from megatron_dapo.rewards.routing import quick, resolve
@@ -44,7 +45,8 @@ class RewardManager:
         custom = config.custom_function
         function = None if custom.path is None else CustomFunction(custom.path, custom.name, dict(custom.kwargs))
         self._custom = function is not None
-        self._pool = Pool(config.num_workers, Setup(config.timeout_s, function), retries=config.retries)
+        budget = math.inf if self._custom else SYMBOLIC_CPU_SECONDS
+        self._pool = Pool(config.num_workers, Setup(config.timeout_s, function, budget), retries=config.retries)
         if self._custom:
             self._pool.start()
         self._model: RewardModel | None = open_reward_model(config.reward_model)

@@ -107,7 +107,7 @@ class Pool:
         """Give a failed task another try while it has one; otherwise its outcome is final."""
         if outcome.status != "ok":
             self.count({"timeout": "timeouts", "crash": "crashes", "error": "errors"}[outcome.status])
-            if task.tries_left > 0 and not self.closed:
+            if task.tries_left > 0 and not self.closed and outcome.cpu_s < self.setup.cpu_budget_s:
                 task.tries_left -= 1
                 self.count("retries")
                 self._queue.put([task])

@@ -124,6 +124,6 @@ def _shared_pool(_pid: int) -> "Pool":
     from megatron_dapo.rewards.pool import Pool
     from megatron_dapo.rewards.worker import Setup
 
-    pool = Pool(1, Setup(DEADLINE_S))
+    pool = Pool(1, Setup(DEADLINE_S, cpu_budget_s=math_robust.SYMBOLIC_CPU_SECONDS))
     atexit.register(pool.close)
     return pool

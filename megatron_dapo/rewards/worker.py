@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from megatron_dapo.rewards import channel
@@ -31,6 +32,7 @@ class Setup:
 
     timeout_s: float
     custom: CustomFunction | None = None
+    cpu_budget_s: float = inf  # a job killed at its deadline after so much computing would do no better a second time
 
 
 def main(fd: int) -> None:
