@@ -44,6 +44,8 @@ def _required(config: Config, command: Command) -> Problems:
     if command == "train" and not config.data.train_files:
         text = "Is required: parquet or JSONL files with prompts (`megatron-dapo data prepare` makes them)."
         yield Problem("data.train_files", None, text)
+    if command == "train" and config.trainer.mode != "sync":
+        yield problem(config, "trainer.mode", "The asynchronous loops do not exist yet: set sync.")
     if command == "sft" and not config.sft.train_files:
         yield Problem("sft.train_files", None, "Is required: parquet or JSONL files with prompt and response.")
 
