@@ -18,6 +18,14 @@ def test_every_room_has_its_floor():
     assert rooms | programs <= placed
 
 
+def test_checkpoint_tools_are_linted_once_they_exist():
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    if (ROOT / "checkpoint_tools" / "__init__.py").exists():
+        assert "checkpoint_tools" in tools["importlinter"]["root_packages"]
+        assert "checkpoint_tools" in " ".join(tools["importlinter"]["contracts"][0]["layers"])
+        assert "checkpoint_tools" in tools["mypy"]["files"]
+
+
 def test_locks_hold_what_setup_asks_for():
     setup = (ROOT / "setup.py").read_text()
     base = re.findall(r'^    "([\w-]+)', setup.partition("EXTRAS")[0], re.MULTILINE)
