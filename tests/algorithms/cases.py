@@ -32,7 +32,7 @@ def terminal_rewards(scores: list[float], lengths: list[int], width: int) -> tup
 
 def given(*strategies: st.SearchStrategy) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """hypothesis.given with a few examples, no deadline (the first tensor operation is slow) and the same ones each time."""
-    few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+    few = hypothesis.settings(max_examples=16, deadline=None, derandomize=True)
     return lambda test: few(hypothesis.given(*strategies)(test))
 
 

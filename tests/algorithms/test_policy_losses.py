@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from torch import Tensor
@@ -251,8 +252,7 @@ def test_order_of_rows_does_not_matter(name: str, batch: Batch) -> None:
 
 
 @ALL
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
-@given(batches(min_rows=2))
+@given(st.sampled_from(AGGREGATION_MODES), batches(min_rows=2))
 def test_micro_batches_add_up(name: str, mode: str, batch: Batch) -> None:
     if name in COVARIANCE:
         return

@@ -1,5 +1,6 @@
 """The critic's loss."""
 
+import hypothesis.strategies as st
 import pytest
 import torch
 
@@ -35,8 +36,7 @@ def test_gradient_by_differences(batch: Batch) -> None:
     assert torch.autograd.gradcheck(lambda v: value_loss(v, *arguments, cliprange=0.2)[0], values)
 
 
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
-@given(batches(min_rows=2))
+@given(st.sampled_from(AGGREGATION_MODES), batches(min_rows=2))
 def test_micro_batches_add_up(mode: str, batch: Batch) -> None:
     def total(rows: Batch) -> torch.Tensor:
         loss, _ = value_loss(rows.logprob, rows.advantages, rows.old_logprob, rows.mask, cliprange=0.2)

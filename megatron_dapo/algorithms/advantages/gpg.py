@@ -32,7 +32,7 @@ def gpg(
     """
     scores = sequence_scores(token_rewards)
     group = grouped_scores(scores, mask, group_ids, config)
-    scale = len(scores) / scores.count_nonzero().clamp(min=1)
+    scale = group.counted.sum() / (group.counted & (scores != 0)).sum().clamp(min=1)
     relative = apply_singleton_rule(group.centred(), scores.double(), group, config) * scale
     advantages = spread(relative, mask, token_rewards.dtype)
     return advantages, advantages

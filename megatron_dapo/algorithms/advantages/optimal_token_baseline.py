@@ -91,7 +91,7 @@ def _advantages(
 ) -> Float[Tensor, "b t"]:
     gathered = valid(weight.cumsum(-1), mask & group.counted[:, None])
     total = group_sum(gathered, group.groups, group.count)
-    baseline = (group_sum(returns * gathered, group.groups, group.count) / (total + 1e-8))[group.groups]
+    baseline = (group_sum(returns * gathered, group.groups, group.count) / total.clamp(min=1e-8))[group.groups]
     if config.handle_zero_tail:
         baseline = torch.where(_runs_alone(mask, group), 0.0, baseline)
     advantages = torch.where(group.is_constant[:, None], 0.0, returns - baseline)
