@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from megatron_dapo.errors import UserError
 from megatron_dapo.metrics.jsonl import JsonlWriter, read_jsonl
 from megatron_dapo.metrics.moe import MoELoadAccumulator
 from megatron_dapo.metrics.placement import (
@@ -100,7 +101,7 @@ def moe_report(
     rows = _reports(run_dir, source)
     chosen = [row for row in rows if step is None or row["step"] == step]
     if not chosen:
-        raise ValueError(f"no expert load of step {step} in {run_dir / MOE_FILE}; steps: {[r['step'] for r in rows]}")
+        raise UserError(f"no expert load of step {step} in {run_dir / MOE_FILE}; steps: {[r['step'] for r in rows]}")
     row = chosen[-1]
     earlier = [r for r in rows if r["step"] < row["step"]]
     per_node = gpus_per_node or row.get("gpus_per_node", 8)
@@ -117,15 +118,13 @@ def moe_report(
 def _reports(run_dir: Path, source: str | None) -> list[dict[str, Any]]:
     path = run_dir / MOE_FILE
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path} does not exist: the run recorded no expert load (a dense model, or recording off)"
-        )
+        raise UserError(f"{path} does not exist: the run recorded no expert load (a dense model, or recording off)")
     rows = [row for row in read_jsonl(path) if np.asarray(row["counts"]).any()]
     present = sorted({row["source"] for row in rows})
     wanted = source or ("rollout" if "rollout" in present else present[0] if present else "rollout")
     found = [row for row in rows if row["source"] == wanted]
     if not found:
-        raise ValueError(f"{path} has no expert load of source {wanted!r}; it has {present}")
+        raise UserError(f"{path} has no expert load of source {wanted!r}; it has {present}")
     return found
 
 

@@ -135,23 +135,25 @@ def greedy_placement(
     """A placement fitted to `counts`: `extra_slots` copies per GPU for the hottest experts, packed heaviest first.
 
     Copies go one by one to the expert with the largest load per copy; then the (replicated) experts, heaviest first, go
-    to the least loaded GPU that has a free slot and no copy of it yet (the scheme of DeepSeek's EPLB, without its node
-    grouping). Experts need not divide evenly: GPUs then have `ceil` slots, some empty.
+    to the least loaded GPU, on the least loaded node among equals, that has a free slot and no copy of it yet (the
+    scheme of DeepSeek's EPLB, without its groups). Experts need not divide evenly: GPUs then have `ceil` slots.
     """
     layers, experts = counts.shape
     slots_per_gpu = -(-experts // gpus) + extra_slots
     slots = np.full((layers, gpus, slots_per_gpu), EMPTY)
+    node = np.arange(gpus) // gpus_per_node
     for layer in range(layers):
         copies = _copies(counts[layer], min(gpus * slots_per_gpu, experts + gpus * extra_slots), gpus)
         weight = counts[layer] / copies
+        order = np.argsort(-weight, kind="stable")
         load, used = np.zeros(gpus), np.zeros(gpus, dtype=int)
-        for e in np.argsort(-weight, kind="stable"):
-            for _ in range(copies[e]):
-                taken = (used == slots_per_gpu) * 2.0 + (slots[layer] == e).any(-1)  # a second copy only in need
-                gpu = np.lexsort((used, load, taken))[0]
-                slots[layer, gpu, used[gpu]] = e
-                load[gpu] += weight[e]
-                used[gpu] += 1
+        for e in np.repeat(order, copies[order]):
+            on_node = np.bincount(node, load)[node]
+            taken = (used == slots_per_gpu) * 2 + (slots[layer] == e).any(-1)  # a second copy only in need
+            gpu = np.lexsort((used, on_node, load, taken))[0]
+            slots[layer, gpu, used[gpu]] = e
+            load[gpu] += weight[e]
+            used[gpu] += 1
     return Placement(slots, gpus_per_node, tuple(range(gpus)))
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import MoELoadAccumulator, MoELog, megatron_placement, moe_report, read_jsonl, what_if
 
 
@@ -46,10 +47,10 @@ def test_more_gpus_than_experts_share_them():
 
 
 def test_missing_data_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"moe\.jsonl does not exist"):
+    with pytest.raises(UserError, match=r"moe\.jsonl does not exist"):
         moe_report(tmp_path)
     write_run(tmp_path)
-    with pytest.raises(ValueError, match=r"source 'training'; it has \['rollout'\]"):
+    with pytest.raises(UserError, match=r"source 'training'; it has \['rollout'\]"):
         moe_report(tmp_path, source="training")
-    with pytest.raises(ValueError, match=r"step 7 .* steps: \[1, 2\]"):
+    with pytest.raises(UserError, match=r"step 7 .* steps: \[1, 2\]"):
         moe_report(tmp_path, step=7)

@@ -95,3 +95,13 @@ def test_any_shape_of_fitted_placement_holds_every_expert(gpus, experts, extra, 
     placement = greedy_placement(counts, gpus, 8, extra)
     load = gpu_load(counts, placement)
     assert load.sum() == pytest.approx(counts.sum()) and overhead(load, placement.holds) >= 1 - 1e-9
+
+
+def test_equal_gpus_are_chosen_so_that_nodes_are_even():
+    counts = skewed(1)
+    plain, greedy = megatron_placement(1, 128, world=128, expert=128), greedy_placement(counts, 128, 8)
+
+    def node_cost(placement: Placement) -> float:
+        return overhead(load_by(gpu_load(counts, placement), placement.node), np.ones((1, 16), dtype=bool))
+
+    assert node_cost(greedy) < node_cost(plain)
