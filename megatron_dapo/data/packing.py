@@ -25,8 +25,8 @@ def workload(length: np.ndarray | Sequence[int], *, a: float = LINEAR_COST, b: f
 def balance(costs: np.ndarray | Sequence[float], parts: int, equal_counts: bool = True) -> list[list[int]]:
     """Split rows into `parts` lists whose summed costs are as equal as can be found quickly.
 
-    With `equal_counts` the lists differ by at most one row in length. Rows are dealt in rounds from the costliest down,
-    in each round the costliest to the lightest list; then the heaviest list trades with the lightest while that helps.
+    With `equal_counts` the lists differ by at most one row in length. Rows are dealt from the costliest down, each to a
+    list that is among the lightest; then the heaviest list trades rows with the lightest while that helps.
     Raises ValueError for parts < 1 and for costs that are negative or not finite.
     """
     cost = np.asarray(costs, dtype=np.float64)
@@ -35,34 +35,34 @@ def balance(costs: np.ndarray | Sequence[float], parts: int, equal_counts: bool 
     if not (np.isfinite(cost) & (cost >= 0)).all():
         raise ValueError("costs must be finite and not negative")
     order = np.argsort(-cost, kind="stable")
-    owner = _deal_in_rounds(cost, order, parts) if equal_counts else _deal_one_by_one(cost, order, parts)
+    owner = _deal(cost, order, parts, most=len(cost) // parts if equal_counts else len(cost))
     by_owner = np.argsort(owner, kind="stable")
     lists = np.split(by_owner, np.cumsum(np.bincount(owner, minlength=parts))[:-1])
     _trade(cost, lists)
     return [sorted(rows.tolist()) for rows in lists]
 
 
-def _deal_in_rounds(cost: np.ndarray, order: np.ndarray, parts: int) -> np.ndarray:
-    load = np.zeros(parts)
-    # The short round comes first, when the rows are the largest and the lists are still empty.
-    first = len(order) % parts
-    rounds = [order[:first]] if first else []
-    rounds += [order[start : start + parts] for start in range(first, len(order), parts)]
-    owner = np.empty(len(order), dtype=np.int64)
-    for rows in rounds:
-        lightest = np.argsort(load, kind="stable")[: len(rows)]
-        load[lightest] += cost[rows]
-        owner[rows] = lightest
-    return owner
+def _deal(cost: np.ndarray, order: np.ndarray, parts: int, most: int) -> np.ndarray:
+    """Longest processing time first, many lists a step: whichever lists the next row could go to get one row each.
 
-
-def _deal_one_by_one(cost: np.ndarray, order: np.ndarray, parts: int) -> np.ndarray:
-    loads = [(0.0, part) for part in range(parts)]
+    No list takes more than `most` rows before all have; the rows left over then go to the lightest lists.
+    """
+    load, count = np.zeros(parts), np.zeros(parts, dtype=np.int64)
     owner = np.empty(len(order), dtype=np.int64)
-    for row in order.tolist():
-        load, part = loads.pop(0)
-        owner[row] = part
-        insort(loads, (load + float(cost[row]), part))
+    start = 0
+    while start < len(order):
+        free = np.flatnonzero(count < most)
+        if not len(free):
+            free, most = np.arange(parts), most + 1
+        free = free[np.argsort(load[free], kind="stable")]
+        lightest = load[free]
+        width = np.searchsorted(lightest, lightest[0] + cost[order[start]], side="right")
+        rows = order[start : start + width]
+        takers = free[: len(rows)]
+        load[takers] += cost[rows]
+        count[takers] += 1
+        owner[rows] = takers
+        start += len(rows)
     return owner
 
 
