@@ -44,6 +44,25 @@ def test_training_recipe(recipe: str):
     assert parallel.world_size % config.rollout.tensor_parallel_size == 0
 
 
+@pytest.mark.parametrize("recipe", [*MODELS, *SUPERVISED])
+def test_topology_of_the_recipe(recipe: str):
+    """Every rank has its place, and the stages hold all layers."""
+    from megatron_dapo.parallel.topology import Topology
+
+    config, numbers = load_config([], recipe), {**MODELS, **SUPERVISED}[recipe]
+    parallel = config.parallel
+    topology = Topology(
+        parallel.world_size, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context,
+        parallel.expert, config.derived.expert_tensor, parallel.first_stage_layers, parallel.last_stage_layers,
+    )  # fmt: skip
+    sizes = ("layers", "heads", "kv_heads", "experts", "expert_ffn", "ffn")
+    assert topology.problems(**{name: getattr(numbers, name) for name in sizes}) == []
+    assert sum(len(stage.layers) for stage in topology.stages(numbers.layers)) == numbers.layers
+    places = {(c.tp, c.cp, c.dp, c.pp) for c in topology.coordinates()}
+    assert len(places) == parallel.world_size
+    assert len({(c.etp, c.ep, c.edp, c.pp) for c in topology.coordinates()}) == parallel.world_size
+
+
 @pytest.mark.parametrize("recipe", SUPERVISED)
 def test_supervised_recipe(recipe: str):
     config = load_config(["model.path=m", "sft.train_files=rows.parquet"], recipe, command="sft")
