@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -11,45 +12,67 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_dapo.models.slices import Slice
+from megatron_dapo.models.slices import Layout, Slice
+from megatron_dapo.resharding.layouts import extents
+from megatron_dapo.resharding.transport_shm import WeightPublisher, index_in_storage, weight_update
 from megatron_dapo.rollout import EngineSpec, Generation, GenerationRequest, RolloutEngine, Sampling, sample_seed
 
-KINDS = ("moe", "qwen2", "llama")  # mixture of experts; dense, tied, with QKV bias; dense, untied
 PROMPT_LENGTH = 40  # longer than one block of the prefix cache
+
+
+BASE = {
+    "vocab_size": 515,  # neither a multiple of 64 nor even
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts_per_tok": 2, "hidden_size": 64}
+MODELS = {
+    # the expert width is no multiple of 32: vLLM's CPU kernel pads it
+    "moe": ("qwen3_moe", EXPERTS | {"num_experts": 8, "moe_intermediate_size": 48, "norm_topk_prob": True}),
+    "mixtral": ("mixtral", EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
+    "deepseek": (
+        "deepseek_v3",
+        EXPERTS
+        | {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+        },
+    ),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+}
 
 
 def write_model(kind: str, directory: str) -> None:
     """Random weights of a tiny model, in float32, as a Hugging Face directory."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    base = {
-        "vocab_size": 515,  # neither a multiple of 64 nor even
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    if kind == "moe":  # the expert width is no multiple of 32: vLLM's CPU kernel pads it
-        moe = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
-        config = Qwen3MoeConfig(**base, **moe, hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
-        model = Qwen3MoeForCausalLM(config)
-    elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**base, hidden_size=128, intermediate_size=96, tie_word_embeddings=True))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**base, hidden_size=128, intermediate_size=96, tie_word_embeddings=False))
-    model.float().save_pretrained(directory)
+    family, own = MODELS[kind]
+    config = AutoConfig.for_model(family, **(BASE | own))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
 
 
 @cache
@@ -96,18 +119,32 @@ def whole(tensors: dict[str, Tensor]) -> tuple[Slice, ...]:
     return tuple(Slice(n, (0,) * t.ndim, tuple(t.shape), n, (0,) * t.ndim) for n, t in tensors.items())
 
 
-def push(engine: RolloutEngine, tensors: dict[str, Tensor], version: int) -> list[dict]:
-    """Push from one holder of everything."""
-    from megatron_dapo.resharding.transport_shm import WeightPublisher, weight_update
+def hold(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The storages of a holder with this layout, filled from whole tensors; padding is NaN and must never travel."""
+    storages = {name: torch.full(shape, torch.nan) for name, shape in extents(layout).items()}
+    for piece in layout:
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
+        place = index_in_storage(piece, piece.offset, piece.shape)
+        storages[piece.param][place] = tensors[piece.tensor][box].view(storages[piece.param][place].shape)
+    return storages
 
-    layout = whole(tensors)
+
+def push(
+    engine: RolloutEngine, tensors: dict[str, Tensor], version: int, sources: Mapping[int, Layout] | None = None
+) -> list[dict]:
+    """Push from these source ranks, all played by this process; by default one holder of everything."""
+    sources = sources or {0: whole(tensors)}
     destinations = dict(enumerate(engine.layouts()))
     prefix = f"/dev/shm/tiny-vllm-{os.getpid()}"
-    publisher = WeightPublisher(
-        0, layout, tensors.__getitem__, {0: layout}, destinations, prefix, dtypes=engine.dtypes()
-    )
-    report = engine.update_weights(weight_update(publisher.write()), version)
-    publisher.close()
+    publishers = []
+    for rank, layout in sources.items():
+        held = hold(layout, tensors)
+        args = (rank, layout, held.__getitem__, sources, destinations, prefix)
+        publishers.append(WeightPublisher(*args, dtypes=engine.dtypes()))
+    receipts = [receipt for publisher in publishers for receipt in publisher.write()]
+    report = engine.update_weights(weight_update(receipts), version)
+    for publisher in publishers:
+        publisher.close()
     return report
 
 

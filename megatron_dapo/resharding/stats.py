@@ -1,4 +1,4 @@
-"""What a plan costs: bytes against the least possible and against sending whole tensors, and how evenly they are sent."""
+"""What a plan costs: bytes against the least possible and against whole tensors, and how evenly they are sent."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -167,7 +167,7 @@ def row_slices(parts: list[Part], storage: str, tail: tuple[int, ...]) -> Iterat
 
 
 def expert_slices(module: RoutedExperts, leaf: str, storage: str) -> Iterator[Slice]:
-    """Stacked experts; the live storage may pad the intermediate dimension: the up rows start behind the padding."""
+    """Stacked experts as the checkpoint has them: what the kernel pads or reorders is the installer's business."""
     config = module.moe_config
     parallel = config.moe_parallel_config
     redundant = config.num_experts != config.num_logical_experts
@@ -177,14 +177,13 @@ def expert_slices(module: RoutedExperts, leaf: str, storage: str) -> Iterator[Sl
     start = parallel.tp_rank * rows
     hidden = config.hidden_dim_unpadded
     gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
-    up_at = module.get_parameter("w13_weight").shape[1] // 2
     for expert in range(config.num_logical_experts):
         local = module.expert_map_manager.map_global_to_local(expert)
         if local < 0:
             continue
         name = f"{module.layer_name}.{expert}"
         if leaf == "w13_weight":
-            for part, at in ((gate, 0), (up, up_at)):
+            for part, at in ((gate, 0), (up, rows)):
                 yield Slice(f"{name}.{part}.weight", (start, 0), (rows, hidden), storage, (local, at, 0))
         else:
             yield Slice(f"{name}.{down}.weight", (0, start), (hidden, rows), storage, (local, 0, 0))

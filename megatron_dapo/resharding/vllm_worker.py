@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from megatron_dapo.resharding.checksum import checksum
 from megatron_dapo.resharding.layouts import ITEM_SIZE, Segment, segment, storage_box
 from megatron_dapo.resharding.transport_shm import storage_view
-from megatron_dapo.resharding.vllm_install import install
+from megatron_dapo.resharding.vllm_install import check_installable, finish, install
 from megatron_dapo.resharding.vllm_layout import VllmLayout, model_layout
 from megatron_dapo.resharding.vllm_plugin import register
 
@@ -48,9 +48,10 @@ class SliceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        check_installable(self.model)
         self.layout: VllmLayout = model_layout(self.model, self.model_config.model)
         self.segment: Segment = segment(self.layout.slices, self.layout.dtypes)
-        self.mapped: tuple[str, Tensor] | None = None
+        self.mapped: tuple[tuple[int, int], Tensor] | None = None
         self.received = 0
 
     def start_weight_update(self) -> None:
@@ -71,15 +72,19 @@ class SliceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         if self.received == 0:
             raise RuntimeError("the weight update ended before any weights came")
+        finish(self.model, self.model_config.dtype)
 
     def shutdown(self) -> None:
         self.mapped = None
 
     def _memory(self, update_info: UpdateInfo) -> Tensor:
-        if self.mapped is None or self.mapped[0] != update_info.handle:
-            fd = os.open(update_info.handle, os.O_RDWR | os.O_CLOEXEC)
-            self.mapped = (update_info.handle, torch.frombuffer(mmap.mmap(fd, update_info.nbytes), dtype=torch.uint8))
-            os.close(fd)
+        """The segment, mapped once. A file is known by its inode: handles are reused when a trainer starts anew."""
+        fd = os.open(update_info.handle, os.O_RDWR | os.O_CLOEXEC)
+        status = os.fstat(fd)
+        file = (status.st_dev, status.st_ino)
+        if self.mapped is None or self.mapped[0] != file:
+            self.mapped = (file, torch.frombuffer(mmap.mmap(fd, update_info.nbytes), dtype=torch.uint8))
+        os.close(fd)
         return self.mapped[1]
 
 
