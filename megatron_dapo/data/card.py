@@ -78,7 +78,9 @@ class FileCard:
         if self.conflicts:
             lines.append(f"  {self.conflicts} problems had several ground truths; the first of each was kept")
         if self.suggested_n is not None:
-            lines.append(f"  every problem came {self.suggested_n} times: evaluate with n={self.suggested_n} instead")
+            lines.append(
+                f"  every problem came {self.suggested_n} times (to evaluate, sample n={self.suggested_n} of each)"
+            )
         if self.lengths is not None:
             lines.append(self.lengths.text())
         return "\n".join(lines)

@@ -120,7 +120,9 @@ def _generated(task: str, split: str, size: int, seed: int, options: Mapping[str
     try:
         import reasoning_gym
     except ImportError as error:
-        raise DataError(f"{REASONING_PREFIX}{task} needs the package: pip install reasoning-gym") from error
+        raise DataError(
+            f"{REASONING_PREFIX}{task} needs the package: pip install 'megatron-dapo[reasoning-gym]'"
+        ) from error
     try:
         problems = reasoning_gym.create_dataset(task, size=size, seed=seed, **options)
     except (ValueError, TypeError, AssertionError) as error:  # unknown task, unknown or inconsistent options

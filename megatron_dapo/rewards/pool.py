@@ -23,9 +23,8 @@ from typing import Any
 import megatron_dapo
 from megatron_dapo.rewards import channel
 from megatron_dapo.rewards.errors import RewardError
-from megatron_dapo.rewards.worker import Setup
+from megatron_dapo.rewards.worker import CLOCK, START_TIMEOUT_S, Setup
 
-START_TIMEOUT_S = 120.0  # importing sympy or a user's module on a busy machine
 ASYNC_CHUNK = 64  # jobs of an async function that wait for their answers together
 SYNC_CHUNK = 16
 GRACE_S = 0.5  # an async worker reports its own timeouts; wait that much longer for it to do so
@@ -230,6 +229,9 @@ class _Driver:
             while pending:
                 deadline = began + limit + (GRACE_S if worker.asynchronous else 0.0)
                 ident, status, value = channel.receive(worker.sock, deadline)
+                if ident == CLOCK:  # the worker imports something: not the job's time
+                    began = time.monotonic() + (START_TIMEOUT_S - limit if status == "stop" else 0.0)
+                    continue
                 pool.settle(pending.pop(ident), Outcome(status, value))
                 if not worker.asynchronous and pending:  # one after the other: each has the whole time
                     began, cpu = time.monotonic(), worker.cpu_seconds()

@@ -26,5 +26,5 @@ def _scorer(task: str) -> Any:
     try:
         from reasoning_gym.factory import get_score_answer_fn
     except ImportError as error:
-        raise RewardError("reasoning-gym tasks need the package: pip install reasoning-gym") from error
+        raise RewardError("reasoning-gym tasks need the package: pip install 'megatron-dapo[reasoning-gym]'") from error
     return get_score_answer_fn(task)

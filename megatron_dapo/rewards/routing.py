@@ -115,7 +115,7 @@ def resolve(pending: Pending, status: str, value: Any, cpu_s: float = 0.0) -> Ve
 @lru_cache(maxsize=1)
 def _require_reasoning_gym() -> None:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise RewardError("reasoning-gym tasks need the package: pip install reasoning-gym")
+        raise RewardError("reasoning-gym tasks need the package: pip install 'megatron-dapo[reasoning-gym]'")
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,8 @@
 """One verifier process: takes jobs from its socket, answers each, and never outlives a job that hangs.
 
 Started by `pool` as `python -m megatron_dapo.rewards.worker FD`. The first message is a `Setup`; then come lists of
-`(job id, kind, arguments)`; every job is answered by `(job id, "ok" | "error", value)`.
+`(job id, kind, arguments)`; every job is answered by `(job id, "ok" | "error" | "timeout", value)`. Imports that a job
+needs once are framed by the messages `(CLOCK, "stop", None)` and `(CLOCK, "go", None)`: they are not the job's time.
 """
 
 import asyncio
@@ -19,9 +20,13 @@ from typing import Any
 from megatron_dapo.rewards import channel
 from megatron_dapo.rewards.custom import CustomFunction
 from megatron_dapo.rewards.errors import RewardError
+from megatron_dapo.rewards.remote import BUILT_IN, Handler
 
 MEMORY_BYTES = 4 << 30  # address space of a worker that runs built-in code; a user's function has no limit
+START_TIMEOUT_S = 120.0  # for imports on a busy machine
 SELF_DESTRUCT_S = 5.0  # a worker whose parent died or lost interest ends this long after its job's deadline
+
+CLOCK = -1  # the job id of messages about time
 
 Job = tuple[int, str, tuple]
 
@@ -43,66 +48,77 @@ def main(fd: int) -> None:
     setup: Setup = channel.receive(sock)
     try:
         handlers = _handlers(setup)
-    except (RewardError, ImportError) as error:
+    except RewardError as error:
         channel.send(sock, ("error", str(error)))
         return
-    channel.send(sock, ("ready", setup.custom is not None and inspect.iscoroutinefunction(handlers["custom"])))
+    asynchronous = setup.custom is not None and inspect.iscoroutinefunction(handlers["custom"].run)
+    channel.send(sock, ("ready", asynchronous))
+    warm: set[str] = set()
     while True:
         try:
             jobs: list[Job] = channel.receive(sock)
         except EOFError:
             return
-        if inspect.iscoroutinefunction(handlers[jobs[0][1]]):
-            signal.setitimer(signal.ITIMER_REAL, setup.timeout_s + SELF_DESTRUCT_S)
-            asyncio.run(_run_together(sock, jobs, handlers, setup.timeout_s))
+        if asynchronous:
+            _self_destruct_in(setup.timeout_s)
+            asyncio.run(_run_together(sock, jobs, handlers["custom"].run, setup.timeout_s))
         else:
-            for job in jobs:
-                signal.setitimer(signal.ITIMER_REAL, setup.timeout_s + SELF_DESTRUCT_S)
-                _answer(sock, job[0], *_run(job, handlers))
+            for ident, kind, arguments in jobs:
+                if kind not in warm:
+                    warm.add(kind)
+                    _warm_up(sock, handlers[kind])
+                _self_destruct_in(setup.timeout_s)
+                _answer(sock, ident, *_run(handlers[kind].run, arguments))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _handlers(setup: Setup) -> dict[str, Callable[..., Any]]:
+def _self_destruct_in(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds + SELF_DESTRUCT_S)
+
+
+def _warm_up(sock: socket.socket, handler: Handler) -> None:
+    if handler.warm is not None:
+        _self_destruct_in(START_TIMEOUT_S)
+        channel.send(sock, (CLOCK, "stop", None))
+        handler.warm()
+        channel.send(sock, (CLOCK, "go", None))
+
+
+def _handlers(setup: Setup) -> dict[str, Handler]:
     """The functions by kind. A worker has a user's function or the built-in ones, never both."""
-    if setup.custom is not None:
-        function, kwargs = setup.custom.load(), dict(setup.custom.kwargs)
-        if inspect.iscoroutinefunction(function):
+    if setup.custom is None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        return BUILT_IN
+    function, kwargs = setup.custom.load(), dict(setup.custom.kwargs)
+    if inspect.iscoroutinefunction(function):
 
-            async def call_async(*arguments: Any) -> Any:
-                return await function(**_named(arguments), **kwargs)
+        async def call_async(*arguments: Any) -> Any:
+            return await function(**_named(arguments), **kwargs)
 
-            return {"custom": call_async}
-        return {"custom": lambda *arguments: function(**_named(arguments), **kwargs)}
-    from megatron_dapo.rewards import remote
-
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    return remote.HANDLERS
+        return {"custom": Handler(call_async)}
+    return {"custom": Handler(lambda *arguments: function(**_named(arguments), **kwargs))}
 
 
 def _named(arguments: tuple) -> dict[str, Any]:
     return dict(zip(("data_source", "solution_str", "ground_truth", "extra_info"), arguments, strict=True))
 
 
-def _run(job: Job, handlers: dict[str, Callable[..., Any]]) -> tuple[str, Any]:
-    _, kind, arguments = job
+def _run(function: Callable[..., Any], arguments: tuple) -> tuple[str, Any]:
     try:
-        return "ok", handlers[kind](*arguments)
+        return "ok", function(*arguments)
     except Exception:  # a user's function may raise anything; the parent counts it and decides
         return "error", traceback.format_exc(limit=-3)
 
 
-async def _run_together(
-    sock: socket.socket, jobs: list[Job], handlers: dict[str, Callable[..., Any]], timeout_s: float
-) -> None:
+async def _run_together(sock: socket.socket, jobs: list[Job], function: Callable[..., Any], timeout_s: float) -> None:
     async def one(job: Job) -> None:
-        ident, kind, arguments = job
         try:
-            answer = "ok", await asyncio.wait_for(handlers[kind](*arguments), timeout_s)
+            answer = "ok", await asyncio.wait_for(function(*job[2]), timeout_s)
         except TimeoutError:
             answer = "timeout", f"no verdict within {timeout_s:g} s"
         except Exception:
             answer = "error", traceback.format_exc(limit=-3)
-        _answer(sock, ident, *answer)
+        _answer(sock, job[0], *answer)
 
     await asyncio.gather(*(one(job) for job in jobs))
 

@@ -42,7 +42,7 @@ def test_copies_become_n(tmp_path):
     assert [row["extra_info"]["index"] for row in written] == [0, 1, 2, 3, 4]
     saved = json.loads((tmp_path / "out/dapo-math-17k.card.json").read_text())
     assert (saved["files"][0]["duplicates"], saved["files"][0]["suggested_n"]) == (10, 3)
-    assert "every problem came 3 times: evaluate with n=3" in card.text()
+    assert "every problem came 3 times (to evaluate, sample n=3 of each)" in card.text()
 
 
 def test_spacing_does_not_make_a_new_problem_but_words_do(tmp_path):

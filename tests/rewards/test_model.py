@@ -1,0 +1,106 @@
+"""Reward models: a real (tiny) sequence classifier, and a pooling server on loopback."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+from megatron_dapo.config.sampling import RewardConfig
+from megatron_dapo.data.tokenizer import train_tokenizer
+from megatron_dapo.data.types import Prompt, Trajectory
+from megatron_dapo.rewards import RewardError, RewardManager
+from megatron_dapo.rewards.model import Classifier, PoolingServer
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    path = tmp_path_factory.mktemp("classifier")
+    tokenizer = train_tokenizer(["Answer: 5"] * 5, path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, intermediate_size=16, num_labels=1, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    Qwen3ForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+CONVERSATION = ({"role": "user", "content": "2+3=?"},)
+
+
+def test_a_batch_scores_as_its_rows_do(classifier):
+    model = Classifier(str(classifier))
+    responses = ["Answer: 5", "5", "I think that it is five", ""] * 6
+    together = model.score([CONVERSATION] * len(responses), responses)
+    alone = [model.score([CONVERSATION], [response])[0] for response in responses]
+    assert together == pytest.approx(alone, abs=1e-5)
+    assert len({round(score, 5) for score in together}) == 4
+
+
+def one(manager, tokenizer, text):
+    prompt = Prompt("0-0-0", 0, 0, 0, (1,), CONVERSATION, "math_dapo", "5")
+    ids = tuple(tokenizer(text)["input_ids"])
+    trajectory = Trajectory("0-0-0", 0, ids, (0.0,) * len(ids), "stop", (0,) * len(ids))
+    return manager.score([prompt], [trajectory])[0]
+
+
+def test_it_is_mixed_into_the_reward_by_its_weight(classifier):
+    model = Classifier(str(classifier))
+    config = RewardConfig.model_validate({"reward_model": {"enable": True, "path": str(classifier), "weight": 0.5}})
+    with RewardManager(config, model.tokenizer, 64) as manager:
+        score = one(manager, model.tokenizer, "Answer: 5")
+    added = model.score([CONVERSATION], ["Answer: 5"])[0]
+    assert (score.raw, score.acc, score.extra["reward_model"]) == (1.0, 1.0, pytest.approx(added, abs=1e-6))
+    assert score.reward == pytest.approx(1.0 + 0.5 * added)
+
+
+def test_a_directory_that_is_no_classifier_is_refused(tmp_path):
+    with pytest.raises(RewardError, match="is no sequence classifier"):
+        Classifier(str(tmp_path))
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as a pooling server does: the longer the response, the more probable; the first try of "flaky" fails."""
+
+    seen: list[str] = []  # noqa: RUF012 - shared on purpose
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        response = body["messages"][-1]["content"]
+        self.seen.append(response)
+        broken = response == "broken" or (response == "flaky" and self.seen.count("flaky") == 1)
+        self.send_response(500 if broken else 200)
+        self.end_headers()
+        if not broken:
+            self.wfile.write(json.dumps({"data": [{"probs": [0.0, len(response) / 100]}]}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_port}"
+    http.shutdown()
+    http.server_close()
+
+
+def test_a_server_is_asked_per_response_and_again_after_an_error(server):
+    responses = ["a" * i for i in range(1, 20)] + ["flaky"]
+    scores = PoolingServer(server).score([CONVERSATION] * 20, responses)
+    assert scores == [len(response) / 100 for response in responses]
+
+
+def test_a_server_that_fails_is_a_failure_and_no_score(server, classifier, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.rewards.model.time.sleep", lambda _: None)
+    tokenizer = Classifier(str(classifier)).tokenizer
+    config = RewardConfig.model_validate({"reward_model": {"enable": True, "path": server}})
+    with RewardManager(config, tokenizer, 64) as manager:
+        score = one(manager, tokenizer, "broken")
+        assert (score.status, manager.counts["failed"]) == ("failed", 1)
+        assert "gave no score" in score.extra["failure"]
