@@ -1,7 +1,7 @@
 """The prompt dataset and the loader that draws from it: lazy token ids, a seeded order, exact resumption."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,24 +111,29 @@ class PromptDataset:
         limit = self.options.max_prompt_length
         drop = self.options.truncation == "drop" or self.options.filter_overlong_prompts
         fits = np.ones(len(rows), dtype=bool)
-        for start in range(0, len(rows), SCAN_ROWS):
-            chunk = rows[start : start + SCAN_ROWS]
+        for start, chunk in self._chunks(len(rows)):
             texts = {}
-            for offset, source in enumerate(chunk.tolist()):
-                messages = self._messages(self._row(source), source)
-                text = chat.render(self.tokenizer, messages, self.options.chat_template_kwargs)
+            for source, row in enumerate(chunk, start):
+                text = chat.render(self.tokenizer, self._messages(row, source), self.options.chat_template_kwargs)
                 if len(text.encode()) > limit:
-                    texts[start + offset] = text
-            lengths = _lengths(self.tokenizer, list(texts.values()))
-            for position, length in zip(texts, lengths, strict=True):
-                fits[position] = length <= limit
-                if not fits[position] and not drop:
+                    texts[source] = text
+            for source, length in zip(texts, _lengths(self.tokenizer, list(texts.values())), strict=True):
+                fits[source] = length <= limit
+                if not fits[source] and not drop:
                     raise DataError(
-                        f"{self._where(int(rows[position]))}: the prompt has {length} tokens, more than data."
+                        f"{self._where(source)}: the prompt has {length} tokens, more than data."
                         f"max_prompt_length={limit}; raise it, or set data.truncation to drop, left, right or middle"
                     )
         self.dropped = int((~fits).sum())
         return rows[fits]
+
+    def _chunks(self, stop: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """The first `stop` rows in file order, some thousands at a time, with the number of the first of them."""
+        first = 0
+        for table in self._tables:
+            for start in range(0, min(table.num_rows, stop - first), SCAN_ROWS):
+                yield first + start, table.slice(start, min(SCAN_ROWS, stop - first - start)).to_pylist()
+            first += table.num_rows
 
 
 class PromptLoader:

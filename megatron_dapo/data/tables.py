@@ -4,7 +4,7 @@ Rows are read through a memory map, so a file of millions of rows costs address 
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,18 +35,20 @@ def expand(path: Path) -> list[Path]:
     raise DataError(f"{path} is a directory without .parquet, .jsonl or .arrow files")
 
 
-def stream(path: Path, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+def stream(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """Read one file batch by batch; only one batch is in memory at a time."""
     try:
         if path.suffix in PARQUET_SUFFIXES:
             with pa.parquet.ParquetFile(path) as file:
-                yield from file.iter_batches(BATCH_ROWS, columns=columns)
+                yield from file.iter_batches(BATCH_ROWS, columns=None if columns is None else list(columns))
         elif path.suffix in JSON_SUFFIXES:
             options = pa.json.ReadOptions(block_size=JSON_BLOCK_BYTES)
             with pa.json.open_json(path, read_options=options) as reader:
-                yield from (batch if columns is None else batch.select(columns) for batch in reader)
+                yield from (batch if columns is None else batch.select(list(columns)) for batch in reader)
         elif path.suffix == ".arrow":
-            yield from (batch if columns is None else batch.select(columns) for batch in _arrow(path).to_batches())
+            yield from (
+                batch if columns is None else batch.select(list(columns)) for batch in _arrow(path).to_batches()
+            )
         else:
             raise DataError(f"{path}: unknown kind of file; use .parquet, .jsonl or a Hugging Face dataset directory")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
@@ -66,11 +68,11 @@ def column_names(path: Path) -> list[str]:
     return []
 
 
-def open_mapped(path: Path, columns: list[str] | None = None) -> pa.Table:
+def open_mapped(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """One file as a memory-mapped table. A file not already Arrow is re-written once into an unlinked scratch file."""
     if path.suffix == ".arrow":
         table = _arrow(path)
-        return table if columns is None else table.select(columns)
+        return table if columns is None else table.select(list(columns))
     with tempfile.NamedTemporaryFile(prefix="megatron_dapo_", suffix=".arrow") as scratch:
         writer = None
         for batch in stream(path, columns):

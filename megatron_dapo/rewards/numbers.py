@@ -26,15 +26,15 @@ def parse_number(text: str) -> Fraction | None:
         return -value if sign == "-" else value
     if match := _RATIO.fullmatch(text):
         sign, top, sign_below, bottom = match.groups()
-        value = _divide(Fraction(top), Fraction(bottom))
-        return value if value is None or (sign == "-") == (sign_below == "-") else -value
+        ratio = _divide(Fraction(top), Fraction(bottom))
+        return ratio if ratio is None or (sign == "-") == (sign_below == "-") else -ratio
     if match := _FRACTION.fullmatch(text):
         sign, whole, top, bottom = match.groups()
-        value = _divide(Fraction(top), Fraction(bottom))
-        if value is None or (whole and value < 0):
+        part = _divide(Fraction(top), Fraction(bottom))
+        if part is None or (whole and part < 0):
             return None
-        value += int(whole or 0)
-        return -value if sign == "-" else value
+        part += int(whole or 0)
+        return -part if sign == "-" else part
     return None
 
 

@@ -63,12 +63,13 @@ def compute_score(
     twice the answer is RewardError, not a score. Raises UnknownDataSource for a source without a verifier.
     """
     answer = quick(data_source, solution_str, ground_truth, extra_info or {}, strict=strict)
-    if isinstance(answer, Pending):
-        outcome = _shared_pool(os.getpid()).run([(answer.kind, answer.arguments)])[0]
-        answer = resolve(answer, outcome.status, outcome.value, outcome.cpu_s)
-        if answer is None:
-            raise RewardError(f"no verdict for data_source={data_source!r}: {outcome.status}: {outcome.value}")
-    return answer.as_dict()
+    if isinstance(answer, Verdict):
+        return answer.as_dict()
+    outcome = _shared_pool(os.getpid()).run([(answer.kind, answer.arguments)])[0]
+    verdict = resolve(answer, outcome.status, outcome.value, outcome.cpu_s)
+    if verdict is None:
+        raise RewardError(f"no verdict for data_source={data_source!r}: {outcome.status}: {outcome.value}")
+    return verdict.as_dict()
 
 
 def quick(data_source: str, solution: str, ground_truth: str, extra_info: Extra, *, strict: bool) -> Answer:
