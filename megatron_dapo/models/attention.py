@@ -1,4 +1,4 @@
-"""Core attention where Transformer Engine is not: packed sequences, grouped queries, and context parallelism, over SDPA.
+"""Core attention where Transformer Engine is not: packed sequences, grouped queries, context parallelism, over SDPA.
 
 A pack of many short sequences is padded into a few rectangles of similar lengths and each rectangle is one SDPA call.
 That is exact: with a causal mask no token sees the padding to its right, and the padding's outputs are dropped.
@@ -49,7 +49,7 @@ def _zigzag_places(bounds: tuple[int, ...], ranks: int, rank: int) -> Int[Tensor
         chunk, rest = divmod(end - start, 2 * ranks)
         if rest:
             raise ValueError(
-                f"a packed sequence has {end - start} tokens, but context parallel {ranks} needs a multiple of {2 * ranks}"
+                f"a packed sequence has {end - start} tokens; context parallel {ranks} needs a multiple of {2 * ranks}"
             )
         for j in (rank, 2 * ranks - 1 - rank):
             pieces.append(torch.arange(start + j * chunk, start + (j + 1) * chunk))

@@ -1,4 +1,4 @@
-"""Write the model, spread over any layout, as a Hugging Face directory: sharded safetensors, index, config, tokenizer."""
+"""Write the model, spread over any layout, as a Hugging Face directory: safetensors, index, config, tokenizer."""
 
 import json
 import os

@@ -128,7 +128,7 @@ class SafetensorsStream:
         expected, shape = next(self._left)
         if name != expected or tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"expected {expected} {shape} next, got {name} {tuple(tensor.shape)}")
-        self._file.write(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        self._file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Make the file durable."""

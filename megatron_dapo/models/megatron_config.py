@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig from three sources: the architecture, the project's config, and what the machine can do."""
+"""Megatron's TransformerConfig from three sources: the network, the project's config, and what the machine can do."""
 
 import difflib
 from dataclasses import fields

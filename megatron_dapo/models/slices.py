@@ -1,4 +1,4 @@
-"""A Slice says which box of a Hugging Face tensor lies where in a local storage: the one vocabulary of load, export and push."""
+"""A Slice says which box of a Hugging Face tensor lies where in a local storage: the word of load, export and push."""
 
 from dataclasses import dataclass
 from math import prod

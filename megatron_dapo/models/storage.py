@@ -18,7 +18,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def storages(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Every parameter (and the router's expert bias, a buffer) by the name that the slice table uses, "<chunk>.<name>"."""
+    """Every parameter (and the router's expert bias, a buffer) by the slice table's name, "<chunk>.<name>"."""
     found: dict[str, Tensor] = {}
     for i, chunk in enumerate(chunks):
         model = unwrap(chunk)

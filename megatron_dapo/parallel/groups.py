@@ -64,7 +64,8 @@ def destroy(world: bool = True) -> None:
 def _join_world(timeout: timedelta) -> None:
     backend = capabilities().backend
     if "WORLD_SIZE" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
     if capabilities().cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     LlamaConfig,
     MixtralConfig,
@@ -15,7 +16,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from transformers import AutoModelForCausalLM
 
 BASE: dict[str, Any] = dict(
     vocab_size=211,  # odd: the padded vocabulary is used

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from tests.models.hf_models import BASE, CONFIGS, MLA
 
 from megatron_dapo.models.architecture import FAMILIES, Architecture
+from tests.models.hf_models import BASE, CONFIGS, MLA
 
 
 def config(name, **changes):

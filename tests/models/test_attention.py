@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
 from megatron_dapo.models import attention
 from megatron_dapo.models.attention import HostAttention, zigzag_index, zigzag_slice
 

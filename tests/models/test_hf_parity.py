@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models.hf_models import CONFIGS, saved
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.config.model import ModelConfig, ParallelConfig
@@ -16,6 +15,7 @@ from megatron_dapo.models.hf_files import WeightsError
 from megatron_dapo.models.load import load_hf
 from megatron_dapo.models.megatron_config import transformer_config
 from megatron_dapo.models.storage import storages
+from tests.models.hf_models import CONFIGS, saved
 
 LENGTHS = (3, 17, 40, 9, 1, 9, 30)
 

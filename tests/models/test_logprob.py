@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from megatron_dapo.models import logprob
 from megatron_dapo.models.logprob import STATISTICS, token_statistics
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.models.hf_models import CONFIGS
 
 from megatron_dapo.config.model import ModelConfig, MoEConfig, ParallelConfig
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.megatron_config import transformer_config
 from megatron_dapo.parallel.capabilities import capabilities
+from tests.models.hf_models import CONFIGS
 
 
 def config(name="qwen3_moe", parallel=None, **model):

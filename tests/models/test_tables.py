@@ -5,12 +5,12 @@ from itertools import groupby
 
 import pytest
 import torch
-from tests.models.hf_models import CONFIGS
 
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.storage import box
 from megatron_dapo.models.tables import hf_shapes, megatron_slices, padded_vocab
 from megatron_dapo.parallel.topology import Topology
+from tests.models.hf_models import CONFIGS
 
 LAYOUTS = {
     "one": Topology(),
@@ -129,6 +129,7 @@ def test_replicas_share_one_description():
 
 def test_the_hf_names_are_transformers_own(tmp_path):
     from safetensors import safe_open
+
     from tests.models.hf_models import saved
 
     for name in CONFIGS:

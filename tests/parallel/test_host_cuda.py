@@ -79,26 +79,3 @@ def test_packed_rope_equals_the_loop_it_replaces():
     assert positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
     assert host_fixes._positions((0, 4, 12), 0, 2, False).tolist() == [0, 3, 0, 1, 6, 7]
     assert host_fixes._positions((0, 4, 12), 1, 2, False).tolist() == [1, 2, 2, 3, 4, 5]
-
-
-@host_only
-def test_loaded_adam_steps_are_not_shared():
-    """Megatron gives all parameters one step tensor on load; torch's AdamW would then count it once per parameter."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    class Loaded(DistributedOptimizer):
-        def __init__(self):  # only what the repair reads
-            step = torch.tensor(5.0)
-            self.optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2)) for _ in range(3)])
-            for p in self.optimizer.param_groups[0]["params"]:
-                self.optimizer.state[p] = {"step": step, "exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
-
-    optimizer = Loaded()
-    fix = next(f for f in host_fixes.FIXES if f.module.endswith("distrib_optimizer"))
-    assert "once per parameter" in fix.reason
-    original = DistributedOptimizer.load_state_dict
-    assert original.__name__ == "with_own_step"
-    for p in optimizer.optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones(2)
-    shared = [s["step"] for s in optimizer.optimizer.state.values()]
-    assert shared[0] is shared[1]

@@ -46,7 +46,9 @@ def test_sizes_follow():
 
 
 def test_all_problems_at_once():
-    problems = Topology(world=6, tensor=4, pipeline=2, virtual_pipeline=3).problems(layers=7, heads=6, kv_heads=3, ffn=9)
+    problems = Topology(world=6, tensor=4, pipeline=2, virtual_pipeline=3).problems(
+        layers=7, heads=6, kv_heads=3, ffn=9
+    )
     text = "\n".join(problems)
     for part in ("world 6", "6 attention heads", "3 KV heads", "feed-forward size 9", "7 layers", "nearest legal"):
         assert part in text

@@ -1,0 +1,294 @@
+"""What a rank does in a layout-parity case: three optimizer steps of the real engine, compared in Hugging Face's space.
+
+Gradients and parameters of every rank are looked up in the single rank's result through the slice table, box by box,
+so that every shard of every copy on every rank is compared, and the table itself with it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+STEPS = 3
+ROWS = 8
+OPTIM: dict[str, Any] = dict(lr=1e-3, weight_decay=0.1, clip_grad=1.0, eps=1e-4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model, and what is changed about it."""
+
+    name: str
+    model: str
+    parallel: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # ModelConfig
+    undo: str = ""  # a repair to take out, see UNDO
+    even: bool = False  # sequences of one length, so that no layout adds padding tokens
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Largest differences from the single rank, over everything this rank holds."""
+
+    log_probs: float = 0.0
+    loss: float = 0.0
+    gradient: float = 0.0
+    gradient_at: str = ""
+    grad_norm: float = 0.0
+    parameter: float = 0.0
+    parameter_at: str = ""
+
+
+def make_rows(vocab: int, even: bool, rows: int = ROWS) -> TensorDict:
+    """Prompts and responses of very different lengths, with weights per token that no symmetry hides."""
+    g = torch.Generator().manual_seed(3)
+    prompt = torch.full((rows,), 8) if even else torch.randint(1, 12, (rows,), generator=g)
+    response = torch.full((rows,), 16) if even else torch.randint(1, 20, (rows,), generator=g)
+    width = int(response.max())
+    mask = torch.arange(width)[None] < response[:, None]
+    return TensorDict(
+        {
+            "prompts": torch.randint(0, vocab, (rows, int(prompt.max())), generator=g),
+            "prompt_length": prompt,
+            "responses": torch.randint(0, vocab, (rows, width), generator=g),
+            "response_length": response,
+            "response_mask": mask & (torch.rand(rows, width, generator=g) > 0.2),
+            "weight": torch.randn(rows, width, generator=g),
+        },
+        batch_size=[rows],
+    )
+
+
+def weighted_loss(count: int) -> Callable[..., Any]:
+    """Σ weight · mask · (logp + 0.1 H) / global count: linear in both statistics, so both gradients matter."""
+    from megatron_dapo.metrics import Sum
+
+    def loss(tokens: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, Any]:
+        width = tokens["log_probs"].shape[1]
+        weight = (rows["weight"] * rows["response_mask"])[:, :width]
+        value = (weight * (tokens["log_probs"] + 0.1 * tokens["entropy"])).sum() / count
+        return value, {"loss": Sum(float(value.detach()))}
+
+    return loss
+
+
+def run_case(case: Case, hf_dir: str, reference: str) -> Outcome | None:
+    """On every rank of the world. Without a reference file yet this is the single rank, which writes it."""
+    with ExitStack() as stack:
+        if case.undo:
+            stack.enter_context(UNDO[case.undo]())
+        found = _train(case, hf_dir)
+    if not Path(reference).exists():
+        assert dist.get_world_size() == 1
+        torch.save(found, reference)
+        return None
+    return _compare(found, torch.load(reference, weights_only=False))
+
+
+def _train(case: Case, hf_dir: str) -> dict[str, Any]:
+    from megatron.core import parallel_state as mpu
+
+    from megatron_dapo.config.model import ModelConfig, ParallelConfig
+    from megatron_dapo.config.training import OptimConfig
+    from megatron_dapo.engine.engine import MegatronEngine
+    from megatron_dapo.models.architecture import Architecture
+    from megatron_dapo.models.megatron_config import topology_of
+    from megatron_dapo.models.tables import megatron_slices
+    from megatron_dapo.parallel.groups import init_distributed
+
+    arch = Architecture.from_dir(hf_dir)
+    parallel = ParallelConfig(**case.parallel)
+    topology = topology_of(parallel, dist.get_world_size())
+    init_distributed(topology, seed=1)
+    model = ModelConfig(path=hf_dir, **({"dtype": "float32"} | case.settings))
+    engine = MegatronEngine(
+        arch, model, parallel, topology, hf_dir=Path(hf_dir), optim=OptimConfig(**OPTIM), total_steps=STEPS
+    )
+    rows = make_rows(arch.vocab, case.even)
+    count = int(rows["response_mask"].sum())
+    dp, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    each = max(1, ROWS // 4)
+    micro = [rows[i : i + each] for i in range(0, ROWS, each)][dp::size]
+    layout = megatron_slices(arch, topology, dist.get_rank())
+
+    outputs = engine.forward(micro, ["log_probs", "entropy"])
+    found: dict[str, Any] = {"log_probs": {}, "gradients": None}
+    for j, values in enumerate(outputs):
+        found["log_probs"][dp + j * size] = values["log_probs"]
+    step = engine.optimizer.step
+
+    def keep_gradients() -> Any:
+        if found["gradients"] is None:
+            found["gradients"] = boxes(layout, full_gradients(engine))
+        return step()
+
+    engine.optimizer.step = keep_gradients
+    found["loss"], found["grad_norm"] = [], []
+    for number in range(STEPS):
+        engine.set_step(number + 1)
+        result = engine.train_step(micro, weighted_loss(count), ["log_probs", "entropy"])
+        found["loss"].append(total_loss(result.metrics))
+        found["grad_norm"].append(result.grad_norm)
+    from megatron_dapo.models.storage import storages
+
+    found["parameters"] = boxes(layout, storages(engine.chunks))
+    return found
+
+
+def total_loss(metrics: Any) -> float:
+    """Sum over data-parallel ranks of the last stage's loss, known everywhere."""
+    from megatron.core import parallel_state as mpu
+
+    value = torch.tensor([metrics["loss"].value if "loss" in metrics else 0.0], dtype=torch.float64)
+    if mpu.is_pipeline_last_stage(ignore_virtual=True):
+        dist.all_reduce(value, group=mpu.get_data_parallel_group())
+    dist.broadcast(value, mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group())
+    return value.item()
+
+
+def full_gradients(engine: Any) -> dict[str, Tensor]:
+    """Gradients by the table's parameter names; the distributed optimizer leaves each rank only its share of them."""
+    from megatron_dapo.models.storage import unwrap
+
+    found = {}
+    for number, chunk in enumerate(engine.wrapped):
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            over = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                mine = bucket.grad_data.chunk(over.size())[over.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=over)
+        for name, parameter in unwrap(chunk).named_parameters():
+            found[f"{number}.{name}"] = parameter.main_grad
+    return found
+
+
+def boxes(layout: Any, storage: dict[str, Tensor]) -> dict[tuple[Any, ...], Tensor]:
+    """What this rank holds, by place in the HF tensors."""
+    from megatron_dapo.models.storage import box
+
+    return {
+        (piece.tensor, piece.offset, piece.shape, piece.param): box(
+            storage[piece.param], piece.param_offset, piece.shape
+        )
+        .detach()
+        .clone()
+        for piece in layout
+        if piece.param in storage
+    }
+
+
+def _compare(found: dict[str, Any], reference: dict[str, Any]) -> Outcome:
+    log_probs = max([0.0] + [(v - reference["log_probs"][i]).abs().max().item() for i, v in found["log_probs"].items()])
+    gradient, gradient_at = _largest(found["gradients"], reference["gradients"], relative=True)
+    parameter, parameter_at = _largest(found["parameters"], reference["parameters"], relative=False)
+    return Outcome(
+        log_probs=log_probs,
+        loss=max(abs(a - b) for a, b in zip(found["loss"], reference["loss"], strict=True)),
+        gradient=gradient,
+        gradient_at=gradient_at,
+        grad_norm=max(abs(a / b - 1) for a, b in zip(found["grad_norm"], reference["grad_norm"], strict=True)),
+        parameter=parameter,
+        parameter_at=parameter_at,
+    )
+
+
+def _whole(pieces: dict[tuple[Any, ...], Tensor]) -> dict[str, Tensor]:
+    """The single rank's boxes as whole HF tensors (a tied embedding has one copy there)."""
+    tensors: dict[str, Tensor] = {}
+    for (name, offset, shape, _), value in pieces.items():
+        end = [o + s for o, s in zip(offset, shape, strict=True)]
+        old = tensors.get(name)
+        size = end if old is None else [max(a, b) for a, b in zip(end, old.shape, strict=True)]
+        if old is None or list(old.shape) != size:
+            grown = value.new_zeros(size)
+            if old is not None:
+                grown[tuple(slice(n) for n in old.shape)] = old
+            tensors[name] = grown
+        tensors[name][tuple(slice(o, e) for o, e in zip(offset, end, strict=True))] = value
+    return tensors
+
+
+def _largest(
+    found: dict[tuple[Any, ...], Tensor], reference: dict[tuple[Any, ...], Tensor], relative: bool
+) -> tuple[float, str]:
+    """Largest |difference|; relative to the largest |value| of the whole HF tensor."""
+    whole = _whole(reference)
+    worst, where = 0.0, ""
+    for (name, offset, shape, param), value in found.items():
+        expected = whole[name][tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
+        difference = (value - expected).abs().max().item()
+        if relative:
+            difference /= whole[name].abs().max().item() + 1e-12
+        if not difference <= worst:
+            worst, where = difference, param
+    return worst, where
+
+
+@contextmanager
+def _without_expert_marks() -> Iterator[None]:
+    from megatron_dapo.engine import engine
+    from megatron_dapo.models.build import build_model
+
+    def build(*arguments: Any, **named: Any) -> Any:
+        chunks = build_model(*arguments, **named)
+        for parameter in (p for chunk in chunks for n, p in chunk.named_parameters() if ".experts." in n):
+            parameter.allreduce = True
+        return chunks
+
+    with _replaced(engine, "build_model", build):
+        yield
+
+
+@contextmanager
+def _config_with(**changes: Any) -> Iterator[None]:
+    from megatron_dapo.engine import engine
+    from megatron_dapo.models.megatron_config import transformer_config
+
+    def configure(*arguments: Any) -> Any:
+        config = transformer_config(*arguments)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        return config
+
+    with _replaced(engine, "transformer_config", configure):
+        yield
+
+
+@contextmanager
+def _without_duplicate_marks() -> Iterator[None]:
+    from megatron_dapo.models import specs
+
+    class Unmarked(specs.HostLinear):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.weight.sequence_parallel = False
+
+    with _replaced(specs, "HostLinear", Unmarked):
+        yield
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    old = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, old)
+
+
+UNDO: dict[str, Callable[[], Any]] = {
+    "expert marks": _without_expert_marks,
+    "marks of the duplicated down projections": _without_duplicate_marks,
+    "separate p2p": lambda: _config_with(overlap_p2p_comm=False, batch_p2p_comm=True),
+    "globally normalised losses": lambda: _config_with(calculate_per_token_loss=True),
+}

@@ -1,0 +1,127 @@
+"""Every layout trains the same: log-probs, losses, each gradient, norms and parameters after three optimizer steps equal
+one rank's, for shards on 2, 4 and 8 gloo ranks. And each repair of a silent error is shown to matter."""
+
+import pytest
+
+from megatron_dapo.parallel.host_fixes import Version, megatron_version
+from tests.distributed.parity import Case, Outcome, run_case
+from tests.distributed.pool import RankPool
+from tests.models.hf_models import saved
+
+TWO = [
+    Case("tp2 moe", "qwen3_moe", dict(tensor=2)),
+    Case("tp2 etp1", "qwen3_moe", dict(tensor=2, expert_tensor=1)),
+    Case("tp2 ep2", "qwen3_moe", dict(tensor=2, expert=2)),
+    Case("tp2 bias tied odd vocabulary", "qwen2", dict(tensor=2)),
+    Case("tp2 without sequence parallelism", "llama", dict(tensor=2, sequence_parallel=False)),
+    Case("tp2 one kv head", "llama_kv1", dict(tensor=2)),
+    Case("tp2 mla", "deepseek_v3", dict(tensor=2)),
+    Case("pp2 tied", "qwen2", dict(pipeline=2)),
+    Case("pp2 vpp2 tied", "qwen2", dict(pipeline=2, virtual_pipeline=2)),
+    Case("pp2 vpp2 moe", "qwen3_moe", dict(pipeline=2, virtual_pipeline=2)),
+    Case("pp2 uneven", "qwen3", dict(pipeline=2, first_stage_layers=1, last_stage_layers=3)),
+    Case("pp2 vpp2 layout", "llama", dict(pipeline=2, virtual_pipeline=2, pipeline_layout="Et|tt|t|L")),
+    Case("cp2 moe", "qwen3_moe", dict(context=2)),
+    Case("cp2 mla yarn", "deepseek_v3_yarn", dict(context=2)),
+    Case("ep2", "mixtral", dict(expert=2)),
+    Case("dp2", "qwen3", dict()),
+    Case("tp2 moe recompute full", "qwen3_moe", dict(tensor=2), dict(recompute="full")),
+    Case("ep2 moe recompute selective", "qwen3_moe", dict(expert=2), dict(recompute="selective", recompute_modules=("moe", "core_attn"))),
+    Case("tp2 mla recompute selective", "deepseek_v3", dict(tensor=2), dict(recompute="selective", recompute_modules=("mla_up_proj", "layernorm"))),
+]  # fmt: skip
+FOUR = [
+    Case("tp4 ep4 etp1", "qwen3_moe", dict(tensor=4, expert=4)),
+    Case("tp4 one kv head", "llama_kv1", dict(tensor=4)),
+    Case("tp2 pp2", "qwen2", dict(tensor=2, pipeline=2)),
+    Case("tp2 cp2 moe", "qwen3_moe", dict(tensor=2, context=2)),
+    Case("tp2 ep2 dp2", "mixtral", dict(tensor=2, expert=2)),
+    Case("pp2 cp2 ep2", "qwen3_moe_sparse", dict(pipeline=2, context=2, expert=2)),
+    Case("pp4", "qwen3_moe", dict(pipeline=4)),
+    Case("cp4", "llama", dict(context=4)),
+    Case("ep4", "qwen3_moe", dict(expert=4)),
+    Case("tp2 ep2 etp2 mla", "deepseek_v3", dict(tensor=2, expert=2, expert_tensor=2)),
+    Case("pp2 dp2 moonlight", "moonlight", dict(pipeline=2)),
+]
+EIGHT = [
+    Case("tp2 pp2 vpp2 cp2 ep2", "qwen3_moe", dict(tensor=2, pipeline=2, virtual_pipeline=2, context=2, expert=2)),
+    Case("tp2 pp2 vpp2 cp2 ep4 etp1", "qwen3_moe", dict(tensor=2, pipeline=2, virtual_pipeline=2, context=2, expert=4)),
+    Case("tp2 pp2 cp2 ep2 etp2", "qwen3_moe_sparse", dict(tensor=2, pipeline=2, context=2, expert=2, expert_tensor=2)),
+    Case("tp2 pp2 dp2 ep2 mixtral", "mixtral", dict(tensor=2, pipeline=2, expert=2)),
+    Case("tp4 pp2 one kv head", "llama_kv1", dict(tensor=4, pipeline=2)),
+    Case("tp2 pp2 vpp2 dp2 ep2 mla", "deepseek_v3", dict(tensor=2, pipeline=2, virtual_pipeline=2, expert=2)),
+    Case("tp2 pp4 tied", "qwen2", dict(tensor=2, pipeline=4)),
+]
+BALANCED = {"moe": dict(load_balancing="aux_loss", aux_loss_coeff=0.5, z_loss_coeff=0.05)}
+AUXILIARY = [
+    Case("aux losses tp2", "qwen3_moe", dict(tensor=2), BALANCED, even=True),
+    Case("aux losses cp2", "qwen3_moe", dict(context=2), BALANCED, even=True),
+    Case("aux losses ep2", "qwen3_moe", dict(expert=2), BALANCED, even=True),
+]
+# What goes wrong without the repair, in which versions, and how far it must then be off to show that the test sees it.
+SILENT = [
+    (Case("8", "qwen3_moe", dict(tensor=2, expert_tensor=1), undo="expert marks"), "0.17", "gradient", 1e-1),
+    (Case("7", "deepseek_v3", dict(tensor=2), undo="marks of the duplicated down projections"), None, "gradient", 1e-3),
+    (
+        Case("13", "qwen3_moe", dict(pipeline=2, virtual_pipeline=2), undo="separate p2p", even=True),
+        None,
+        "gradient",
+        1e-2,
+    ),
+    (
+        Case("22", "qwen3_moe", dict(tensor=2), BALANCED, even=True, undo="globally normalised losses"),
+        "0.17",
+        "gradient",
+        1e-2,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def references(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):
+    """The single rank's result per model and settings, computed once."""
+    directory = tmp_path_factory.mktemp("references")
+
+    def reference(case: Case) -> str:
+        settings = {k: v for k, v in case.settings.items() if not k.startswith("recompute")}
+        alone = Case("reference", case.model, settings=settings, even=case.even)
+        file = directory / f"{case.model}-{len(str(settings))}-{case.even}.pt"
+        if not file.exists():
+            ranks.run(run_case, 1, alone, str(saved(case.model)), str(file))
+        return str(file)
+
+    return reference
+
+
+def outcome(ranks: RankPool, references, case: Case, world: int) -> Outcome:
+    """The worst of all ranks, number by number."""
+    found = ranks.run(run_case, world, case, str(saved(case.model)), references(case))
+    worst = max(found, key=lambda o: o.gradient)
+    return Outcome(
+        log_probs=max(o.log_probs for o in found),
+        loss=max(o.loss for o in found),
+        gradient=worst.gradient,
+        gradient_at=worst.gradient_at,
+        grad_norm=max(o.grad_norm for o in found),
+        parameter=max(o.parameter for o in found),
+        parameter_at=max(found, key=lambda o: o.parameter).parameter_at,
+    )
+
+
+CASES = [(2, c) for c in TWO + AUXILIARY] + [(4, c) for c in FOUR] + [(8, c) for c in EIGHT]
+
+
+@pytest.mark.parametrize(("world", "case"), CASES, ids=[f"{world} ranks, {case}" for world, case in CASES])
+def test_layout_equals_one_rank(ranks, references, world, case):
+    found = outcome(ranks, references, case, world)
+    assert found.log_probs <= 1e-5, found
+    assert found.loss <= 1e-5, found
+    assert found.gradient <= 1e-5, found
+    assert found.grad_norm <= 1e-5, found
+    assert found.parameter <= 1e-6, found
+
+
+@pytest.mark.parametrize(("case", "fixed_in", "what", "least"), SILENT, ids=[case.undo for case, *_ in SILENT])
+def test_silent_error_returns_without_its_repair(ranks, references, case, fixed_in, what, least):
+    if fixed_in is not None and megatron_version() >= Version(fixed_in):
+        pytest.skip(f"repaired in Megatron-core {fixed_in}")
+    assert getattr(outcome(ranks, references, case, 2), what) > least
