@@ -46,7 +46,7 @@ def data_metrics(batch: TensorDict, use_critic: bool = False, *, max_prompt_leng
 def _sequence_metrics(batch: TensorDict, field: str, name: str, alive: Tensor) -> Metrics:
     if field not in batch:
         return {}
-    return stats(name, batch[field].double().sum(-1), alive)
+    return stats(name, batch[field].sum(-1), alive)
 
 
 def _value_metrics(values: Float[Tensor, "b t"], returns: Float[Tensor, "b t"], mask: Tensor) -> Metrics:

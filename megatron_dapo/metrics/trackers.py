@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -63,16 +64,19 @@ class Jsonl:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run directory."""
+    """Event files in `tensorboard/` of the run directory; one event holds all scalars of a step, which is cheap."""
 
     def __init__(self, run_dir: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:

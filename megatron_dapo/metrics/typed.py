@@ -18,6 +18,7 @@ from jaxtyping import Bool, Num
 from torch import Tensor
 
 Number = float | Tensor
+SUM_BLOCK = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -224,13 +225,12 @@ def settle(metrics: Mapping[str, Metric]) -> Metrics:
         _collect(metric, found)
     if not found:
         return dict(metrics)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(found):
-        by_device.setdefault(tensor.device, []).append(i)
-    values = [0.0] * len(found)
-    for indices in by_device.values():
-        stacked = torch.stack([found[i].detach().double().reshape(()) for i in indices]).tolist()
-        for i, value in zip(indices, stacked, strict=True):
+    values = [float(tensor) if tensor.device.type == "cpu" else 0.0 for tensor in found]
+    remote = [i for i, tensor in enumerate(found) if tensor.device.type != "cpu"]
+    for device in {found[i].device for i in remote}:
+        here = [i for i in remote if found[i].device == device]
+        fetched = torch.stack([found[i].detach().double().reshape(()) for i in here]).tolist()
+        for i, value in zip(here, fetched, strict=True):
             values[i] = value
     numbers = iter(values)
     return {name: _fill(metric, numbers) for name, metric in metrics.items()}
@@ -241,18 +241,26 @@ def stats(name: str, values: Num[Tensor, "..."], mask: Bool[Tensor, "..."] | Non
     chosen = values.detach() if mask is None else values.detach()[mask]
     if chosen.numel() == 0:
         return {}
-    chosen = chosen.double()
     return {
-        f"{name}/mean": Mean(chosen.sum(), float(chosen.numel())),
+        f"{name}/mean": Mean(double_sum(chosen), float(chosen.numel())),
         f"{name}/max": Max(chosen.max()),
         f"{name}/min": Min(chosen.min()),
     }
 
 
+def double_sum(values: Num[Tensor, "..."]) -> Num[Tensor, ""]:
+    """A sum in double precision, without a double copy: blocks in their own precision, the blocks' sums in double."""
+    if not values.is_floating_point():
+        return values.sum(dtype=torch.float64)
+    if values.numel() <= SUM_BLOCK:
+        return values.sum().double()
+    return torch.stack([block.sum() for block in values.reshape(-1).split(SUM_BLOCK)]).double().sum()
+
+
 def masked_mean(values: Num[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Mean:
     """Mean over the entries where `mask` is true; values at masked entries never count, even NaN ones."""
-    kept = torch.where(mask, values.detach().double(), 0.0)
-    return Mean(kept.sum(), mask.sum())
+    kept = torch.where(mask, values.detach(), 0.0)
+    return Mean(double_sum(kept), mask.sum())
 
 
 def _extreme(a: Number, b: Number, *, largest: bool) -> Number:

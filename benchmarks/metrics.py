@@ -1,0 +1,210 @@
+"""Cost of knowing: the expert-load accumulator per assignment, and all metrics of a step against the step's time.
+
+Run: python benchmarks/metrics.py [--step-seconds S]. Prints the figures and writes benchmarks/results/metrics.json.
+Times are CPU time of one core (the best of several passes), so that other work on the machine does not count; writing
+to disk is wall time. The step time is the demo's, read from runs/demo/metrics.jsonl where it has been run.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from megatron_dapo import metrics as m
+
+ROOT = Path(__file__).parent
+RESULTS = ROOT / "results" / "metrics.json"
+DEMO = ROOT.parent / "runs" / "demo" / m.METRICS_FILE
+TOKENS, LAYERS, TOPK, EXPERTS = 32768, 48, 8, 128  # the size that the accumulator is held to
+DIMS = m.ModelDims(
+    layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, head=260,
+    experts=8, topk=2, expert_ffn=128, moe_layers=4,
+)  # fmt: skip
+
+
+def best_seconds(
+    action: Callable[[], object], passes: int = 7, clock: Callable[[], float] = time.process_time
+) -> float:
+    """Seconds of the best pass, after one to warm up."""
+    action()
+    best = float("inf")
+    for _ in range(passes):
+        began = clock()
+        action()
+        best = min(best, clock() - began)
+    return best
+
+
+def accumulator() -> dict[str, float]:
+    """Nanoseconds per assignment by id type, against a plain bincount, and the scratch memory."""
+    rows = 32
+    mask = torch.ones(rows, TOKENS // rows + 1, dtype=torch.bool)  # +1: a row's last token has no routing
+    assignments = TOKENS * LAYERS * TOPK
+    figures: dict[str, float] = {}
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        routed = torch.randint(0, EXPERTS, (rows, TOKENS // rows + 1, LAYERS, TOPK), dtype=dtype)
+        counter = m.MoELoadAccumulator(LAYERS, EXPERTS)
+        name = str(dtype).removeprefix("torch.")
+        figures[f"ns_per_assignment_{name}"] = best_seconds(lambda: counter.update(routed, mask)) / assignments * 1e9  # noqa: B023
+    ids = torch.randint(0, EXPERTS, (TOKENS, LAYERS, TOPK), dtype=torch.uint8)
+    offsets = (torch.arange(LAYERS) * EXPERTS)[:, None]
+    plain = best_seconds(lambda: torch.bincount((ids.long() + offsets).flatten(), minlength=LAYERS * EXPERTS))
+    figures["ns_per_assignment_one_plain_bincount"] = plain / assignments * 1e9
+    tracemalloc.start()
+    m.MoELoadAccumulator(LAYERS, EXPERTS).update_rows(ids)
+    figures["numpy_scratch_mb"] = tracemalloc.get_traced_memory()[1] / 1e6
+    tracemalloc.stop()
+    return figures
+
+
+def simulated_ranks(ranks: int = 128) -> dict[str, float]:
+    """Merging 16 × 8 ranks and reporting on them: the merged count equals the single one."""
+    ids = torch.randint(0, EXPERTS, (ranks * 64, LAYERS, TOPK), dtype=torch.uint8)
+    parts = []
+    for part in ids.chunk(ranks):
+        parts.append(m.MoELoadAccumulator(LAYERS, EXPERTS))
+        parts[-1].update_rows(part)
+    single, merged = m.MoELoadAccumulator(LAYERS, EXPERTS), m.MoELoadAccumulator(LAYERS, EXPERTS)
+    single.update_rows(ids)
+
+    def merge_all() -> None:
+        merged.reset()
+        for part in parts:
+            merged.merge(part)
+
+    merging = best_seconds(merge_all)
+    assert torch.equal(single.counts, merged.counts)
+    placement = m.megatron_placement(LAYERS, EXPERTS, world=ranks, expert=ranks)
+    counts = merged.counts.numpy()
+    return {
+        "merge_128_ranks_ms": merging * 1e3,
+        "report_ms": best_seconds(merged.compute) * 1e3,
+        "placement_report_ms": best_seconds(lambda: m.placement_metrics(counts, placement)) * 1e3,
+        "what_if_128_gpus_s": best_seconds(lambda: m.what_if(counts, ranks), passes=1),
+    }
+
+
+def demo_batch(rows: int = 128, prompt: int = 16, width: int = 16) -> TensorDict:
+    lengths = torch.randint(2, width + 1, (rows,))
+    mask = torch.arange(width) < lengths[:, None]
+    fields = {
+        name: torch.randn(rows, width)
+        for name in ("token_level_scores", "token_level_rewards", "advantages", "returns")
+    }
+    return TensorDict(
+        fields
+        | {
+            "response_mask": mask,
+            "response_length": lengths,
+            "prompt_length": torch.full((rows,), prompt),
+            "finish_length": lengths == width,
+            "old_log_probs": -torch.rand(rows, width),
+            "rollout_log_probs": -torch.rand(rows, width),
+            "sum_pi_squared": torch.rand(rows, width),
+        },
+        batch_size=[rows],
+    )
+
+
+def all_metrics(batch: TensorDict, counter: m.MoELoadAccumulator, routed: torch.Tensor) -> dict[str, float]:
+    """Every family that a step of the demo may report, merged over two ranks with four micro-batches each."""
+    rows = batch.batch_size[0]
+    mask, lengths = batch["response_mask"], (batch["response_length"] + batch["prompt_length"]).tolist()
+    old, advantages = batch["old_log_probs"], batch["advantages"]
+    accuracy, groups = [float(i % 3 == 0) for i in range(rows)], [i // 8 for i in range(rows)]
+    micro = [m.stats("actor/loss", advantages) | {"actor/ppo_kl": m.masked_mean(old, mask)} for _ in range(8)]
+    seconds = dict.fromkeys(("step", "gen", "reward", "old_log_prob", "adv", "update_actor"), 0.1)
+    counter.update(routed, mask)
+    parts = [
+        m.reduce(micro),
+        m.data_metrics(batch, max_prompt_length=24),
+        m.sequence_balance_metrics(lengths, [list(range(0, rows, 2)), list(range(1, rows, 2))]),
+        m.timing_metrics(seconds, 1000, 3000),
+        m.throughput_metrics(3000, 1.0, 2),
+        m.memory_metrics(),
+        m.efficiency_metrics("update_actor", DIMS, lengths, 0.5, 2, training=True, peak_tflops=1.0),
+        m.variance_proxy_metrics(batch["sum_pi_squared"], old, advantages, mask, gradient_norm=0.1),
+        m.agreement_metrics(old, batch["rollout_log_probs"], mask),
+        m.staleness_metrics([[3, 4]] * rows, 4),
+        m.group_metrics(accuracy, groups),
+        m.reward_metrics(accuracy, accuracy, accuracy, [False] * rows),
+        m.push_metrics(0.01, 8_000_000, bound_seconds=0.005, checksum_ok=True),
+    ]
+    metrics = m.compute(m.reduce(parts))
+    counter.add_to_metrics(metrics)
+    return metrics
+
+
+def overhead(step_seconds: float) -> dict[str, float]:
+    """Milliseconds per step of computing and writing everything, and its share of the step."""
+    batch = demo_batch()
+    counter = m.MoELoadAccumulator(4, 8)
+    routed = torch.randint(0, 8, (128, 32, 4, 2), dtype=torch.uint8)
+    computing = best_seconds(lambda: all_metrics(batch, counter, routed), passes=30)
+    metrics = all_metrics(batch, counter, routed)
+    with tempfile.TemporaryDirectory() as directory:
+        trackers = m.Trackers(["tensorboard"], directory, {})
+        writing = best_seconds(lambda: trackers.log(1, metrics), passes=30, clock=time.perf_counter)
+        trackers.close()
+    return {
+        "metrics_per_step": len(metrics),
+        "compute_ms": computing * 1e3,
+        "jsonl_and_tensorboard_ms": writing * 1e3,
+        "step_seconds": step_seconds,
+        "share_of_step": (computing + writing) / step_seconds,
+    }
+
+
+def large() -> dict[str, float]:
+    """Sizes of a real run: 8192 trajectories, AIME with 32 samples, a report on a thousand steps."""
+    batch = demo_batch(rows=8192, width=1024)
+    aime = [f"p{i // 32}" for i in range(960)]
+    accuracy = np.random.default_rng(0).integers(0, 2, 960).tolist()
+    answers = [str(i % 7) for i in range(960)]
+    return {
+        "data_metrics_8192x1024_s": best_seconds(lambda: m.data_metrics(batch), passes=3),
+        "validation_aime_32_s": best_seconds(
+            lambda: m.validation_metrics(["aime"] * 960, aime, {"acc": accuracy}, answers), passes=3
+        ),
+    }
+
+
+def demo_step_seconds() -> float | None:
+    if not DEMO.exists():
+        return None
+    return statistics.median(row["timing_s/step"] for row in m.read_jsonl(DEMO) if "timing_s/step" in row)
+
+
+def main() -> None:
+    """Measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--step-seconds", type=float, default=None, help="step time to compare with (default: the demo's, or 1 s)"
+    )
+    step_seconds = parser.parse_args().step_seconds or demo_step_seconds() or 1.0
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    figures = {
+        "accumulator_32k_tokens_48_layers_top8": accumulator(),
+        "simulated_16x8_ranks": simulated_ranks(),
+        "overhead_of_all_metrics_demo": overhead(step_seconds),
+        "large": large(),
+    }
+    rounded = {part: {k: float(f"{v:.4g}") for k, v in values.items()} for part, values in figures.items()}
+    for part, values in rounded.items():
+        print(part)
+        for name, value in values.items():
+            print(f"  {name:<40} {value:g}")
+    RESULTS.write_text(json.dumps(rounded, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
