@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_dapo.algorithms.groups import Grouped, GroupIds
-from megatron_dapo.algorithms.masked import real, valid
+from megatron_dapo.algorithms.masked import real
 from megatron_dapo.algorithms.registry import Registry
 
 STD_EPSILON = 1e-6
@@ -171,5 +171,8 @@ def apply_singleton_rule(
 
 
 def spread(per_row: Float[Tensor, " b"], mask: Bool[Tensor, "b t"], dtype: torch.dtype) -> Float[Tensor, "b t"]:
-    """One value per row on each of its valid tokens, 0 in padding."""
-    return valid(per_row.to(dtype)[:, None].expand(mask.shape), mask)
+    """One finite value per row on each of its valid tokens, 0 in padding.
+
+    Multiplying by the bytes of the mask, in place, is several times as fast on a CPU as a `where` of this size.
+    """
+    return mask.view(torch.uint8).to(dtype).mul_(per_row.to(dtype)[:, None])
