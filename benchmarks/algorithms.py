@@ -3,9 +3,9 @@
 Run: python benchmarks/algorithms.py [--repeats 30] [--check]. Prints each figure with its budget and its ratio to the
 committed baseline, and writes benchmarks/results/algorithms.json; --check fails beyond a budget and writes nothing.
 
-Everything runs in one thread on the CPU. Times are CPU time of that thread, the best of the repeats: what an idle machine
-would take, also on a busy one. A figure named "fresh" pays for new memory from the kernel each time; the others reuse
-memory, as a process does that runs for days.
+Everything runs in one thread on the CPU. Times are CPU time of that thread, the best of the repeats: what an idle
+machine would take, also on a busy one. A figure named "fresh" pays for new memory from the kernel each time; the others
+reuse memory, as a process does that runs for days.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def best(*functions: Callable[[], object], repeats: int) -> list[float]:
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep what is freed: it would return blocks of 32 MiB, and get them again at 8192 page faults each."""
+    """Tell glibc to keep what is freed: it returns blocks of 32 MiB, and gets them again at 8192 page faults each."""
     libc = ctypes.CDLL(None)
     for parameter, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
         if libc.mallopt(parameter, value) != 1:
@@ -117,7 +117,9 @@ def packing(repeats: int) -> dict[str, float]:
     worst = 0.0
     for max_tokens in (20480, 32768, 65536):
         worst = max(worst, len(pack(lengths, max_tokens)) / -(-int(lengths.sum()) // max_tokens))
-    spent = best(lambda: balance(costs, 128), lambda: pack(lengths, 32768), lambda: pack(lengths, 20480), repeats=repeats)
+    spent = best(
+        lambda: balance(costs, 128), lambda: pack(lengths, 32768), lambda: pack(lengths, 20480), repeats=repeats
+    )
     return {
         "balance_8192_over_128_ms": spent[0],
         "balance_max_to_mean_ratio": float(loads.max() / loads.mean()),

@@ -41,7 +41,8 @@ ESTIMATORS = [
 
 def test_every_name_of_the_contract_is_registered() -> None:
     assert policy_loss_names() == sorted(LOSSES)
-    assert advantage_names() == sorted(ESTIMATORS)
+    ours = [name for name in advantage_names() if not name.startswith("test_")]  # other tests register some
+    assert ours == sorted(ESTIMATORS)
 
 
 @pytest.mark.parametrize(("lookup", "near"), [(policy_loss, "Vanilla"), (advantage, "GRPO")])
