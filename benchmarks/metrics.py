@@ -10,7 +10,6 @@ import json
 import statistics
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,11 +57,23 @@ def accumulator() -> dict[str, float]:
     offsets = (torch.arange(LAYERS) * EXPERTS)[:, None]
     plain = best_seconds(lambda: torch.bincount((ids.long() + offsets).flatten(), minlength=LAYERS * EXPERTS))
     figures["ns_per_assignment_one_plain_bincount"] = plain / assignments * 1e9
-    tracemalloc.start()
-    m.MoELoadAccumulator(LAYERS, EXPERTS).update_rows(ids)
-    figures["numpy_scratch_mb"] = tracemalloc.get_traced_memory()[1] / 1e6
-    tracemalloc.stop()
+    counter = m.MoELoadAccumulator(LAYERS, EXPERTS)
+    counter.update_rows(ids[:2048])
+    figures["scratch_mb"] = peak_growth_mb(lambda: counter.update_rows(ids))
     return figures
+
+
+def peak_growth_mb(action: Callable[[], object]) -> float:
+    """How far the process's peak memory rises above what it holds now (Linux keeps the peak, and can reset it)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_kib("VmHWM")
+    action()
+    return (_status_kib("VmHWM") - before) / 1024
+
+
+def _status_kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def simulated_ranks(ranks: int = 128) -> dict[str, float]:

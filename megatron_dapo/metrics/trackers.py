@@ -96,6 +96,7 @@ class WandB:
             dir=str(run_dir),
             id=_stable_id(run_dir),
             resume="allow",
+            settings=wandb.Settings(login_timeout=30),  # a question nobody answers must not hold up the run
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -75,7 +75,8 @@ def test_a_failing_tracker_is_said_once_and_left_out_in_the_end(tmp_path, caplog
 def test_wandb_gets_a_stable_id_so_that_a_resumed_run_continues(tmp_path, monkeypatch):
     calls = []
     fake = types.SimpleNamespace(
-        init=lambda **kw: calls.append(kw) or types.SimpleNamespace(log=lambda *a, **k: None, finish=lambda: None)
+        Settings=lambda **kw: kw,
+        init=lambda **kw: calls.append(kw) or types.SimpleNamespace(log=lambda *a, **k: None, finish=lambda: None),
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
