@@ -16,7 +16,7 @@ from megatron_dapo.algorithms.correction import (
     rollout_correction,
     rollout_correction_preset,
 )
-from megatron_dapo.algorithms.dynamic_sampling import DynamicSampler
+from megatron_dapo.algorithms.dynamic_sampling import DynamicSampler, GenerationLimitReached
 from megatron_dapo.algorithms.filtering import FILTER_METRICS, filter_value, group_filter
 from megatron_dapo.algorithms.kl import KL_KINDS, kl_controller, kl_in_reward, kl_loss, kl_penalty
 from megatron_dapo.algorithms.overlong import overlong_penalty
@@ -36,6 +36,7 @@ __all__ = [
     "ROLLOUT_CORRECTION_PRESETS",
     "AdvantageConfig",
     "DynamicSampler",
+    "GenerationLimitReached",
     "PolicyLossConfig",
     "RolloutCorrection",
     "RolloutCorrectionConfig",

@@ -18,6 +18,10 @@ from megatron_dapo.algorithms.filtering import has_signal
 G = TypeVar("G")
 
 
+class GenerationLimitReached(ValueError):
+    """The generation batches allowed for a step yielded too few groups; the text says what came of the prompts."""
+
+
 class DynamicSampler(Generic[G]):
     """Collects `train_batch_size` whole groups in order of arrival (DAPO, arXiv:2503.14476, §3.2).
 
@@ -72,8 +76,8 @@ class DynamicSampler(Generic[G]):
     def need(self, in_flight: int = 0) -> int:
         """How many prompts to start now, when `in_flight` are being generated already; 0: take(), or wait for those.
 
-        Prompts in flight are assumed to be kept until they prove otherwise. Raises RuntimeError when the limit is
-        reached, nothing is in flight, too few groups were kept, and `on_exhausted` is "raise".
+        Prompts in flight are assumed to be kept until they prove otherwise. Raises GenerationLimitReached at the limit,
+        when nothing is in flight, too few groups were kept, and `on_exhausted` is "raise".
         """
         missing = self.train_batch_size - len(self._kept) - in_flight
         if missing <= 0:
@@ -84,7 +88,7 @@ class DynamicSampler(Generic[G]):
             return self.gen_batch_size
         budget = self.max_num_gen_batches * self.gen_batch_size - self._counts["generated"] - in_flight
         if budget <= 0 and in_flight == 0 and self.on_exhausted == "raise":
-            raise RuntimeError(self._exhausted_message())
+            raise GenerationLimitReached(self._exhausted_message())
         return max(min(self.gen_batch_size, budget), 0)
 
     def add(

@@ -14,8 +14,8 @@ GroupIds = Sequence[Hashable] | np.ndarray | Tensor
 def dense_groups(group_ids: GroupIds, device: torch.device | str = "cpu") -> Int[Tensor, " b"]:
     """Number the groups 0, 1, 2, … in order of first appearance."""
     labels = group_ids.tolist() if isinstance(group_ids, Tensor | np.ndarray) else group_ids
-    number: dict[Hashable, int] = {}
-    return torch.tensor([number.setdefault(label, len(number)) for label in labels], dtype=torch.long, device=device)
+    number = {label: i for i, label in enumerate(dict.fromkeys(labels))}
+    return torch.from_numpy(np.fromiter(map(number.__getitem__, labels), np.int64, len(labels))).to(device)
 
 
 def group_sum(values: Float[Tensor, "b *rest"], groups: Int[Tensor, " b"], count: int) -> Float[Tensor, "g *rest"]:

@@ -7,7 +7,7 @@ from itertools import count
 import hypothesis.strategies as st
 import pytest
 
-from megatron_dapo.algorithms import DynamicSampler
+from megatron_dapo.algorithms import DynamicSampler, GenerationLimitReached
 from tests.algorithms.cases import given
 
 Group = tuple[int, tuple[float, ...]]
@@ -69,7 +69,7 @@ def test_the_error_says_what_came_of_the_prompts() -> None:
     sampler.add(groups(WRONG, MIXED, WRONG), values_of)
     sampler.add(groups(WRONG, RIGHT, start=3), values_of, failed=1)
     text = r"1 of 4 groups in 2 generation batches \(max_num_gen_batches=2\): 6 prompts generated, 1 kept, 4 dropped \(3 with all acc = 0, 1 with all acc = 1\), 1 failed.*on_exhausted"
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(GenerationLimitReached, match=text):
         sampler.need()
 
 
@@ -126,7 +126,7 @@ def test_prompts_in_flight_are_not_asked_for_twice() -> None:
     sampler.add(groups(*[WRONG] * 5, start=1), values_of)
     assert sampler.need(2) == 0  # 6 generated and 2 in flight are the limit of 8: wait
     sampler.add(groups(MIXED, start=6), values_of, failed=1)
-    with pytest.raises(RuntimeError, match="1 of 4 groups"):
+    with pytest.raises(GenerationLimitReached, match="1 of 4 groups"):
         sampler.need()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -173,6 +174,11 @@ def apply_singleton_rule(
 def spread(per_row: Float[Tensor, " b"], mask: Bool[Tensor, "b t"], dtype: torch.dtype) -> Float[Tensor, "b t"]:
     """One finite value per row on each of its valid tokens, 0 in padding.
 
-    Multiplying by the bytes of the mask, in place, is several times as fast on a CPU as a `where` of this size.
+    For a large batch on a CPU this is most of the work. The bytes of the mask times the value take a third of the time
+    of a `where`; and numpy asks the kernel for huge pages, which makes new memory three times as fast to fill.
     """
-    return mask.view(torch.uint8).to(dtype).mul_(per_row.to(dtype)[:, None])
+    if mask.device.type == "cpu":
+        out = torch.from_numpy(np.empty(tuple(mask.shape), dtype=torch.empty(0, dtype=dtype).numpy().dtype))
+    else:
+        out = torch.empty(mask.shape, dtype=dtype, device=mask.device)
+    return out.copy_(mask.view(torch.uint8)).mul_(per_row.to(dtype)[:, None])
