@@ -80,7 +80,7 @@ class Classifier:
 
 
 class PoolingServer:
-    """A reward model behind vLLM's `/classify` endpoint, which takes chat messages and answers probabilities."""
+    """A reward model behind vLLM's `/classify` endpoint, which takes chat messages; its raw output is asked for."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -88,7 +88,7 @@ class PoolingServer:
     def score(self, conversations: Sequence[Messages], responses: Sequence[str]) -> list[float | str]:
         """One request per conversation, several at a time, each tried HTTP_TRIES times."""
         bodies = [
-            {"messages": [*messages, {"role": "assistant", "content": response}]}
+            {"messages": [*messages, {"role": "assistant", "content": response}], "use_activation": False}
             for messages, response in zip(conversations, responses, strict=True)
         ]
         with ThreadPoolExecutor(HTTP_CONCURRENCY) as threads:

@@ -1,7 +1,14 @@
 """Reward models: a real (tiny) sequence classifier, and a pooling server on loopback."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -63,7 +70,7 @@ def test_a_directory_that_is_no_classifier_is_refused(tmp_path):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers as a pooling server does: the longer the response, the more probable; the first try of "flaky" fails."""
+    """Answers as a pooling server does: the longer the response, the higher; the first try of "flaky" fails."""
 
     seen: list[str] = []  # noqa: RUF012 - shared on purpose
 
@@ -75,10 +82,54 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(500 if broken else 200)
         self.end_headers()
         if not broken:
-            self.wfile.write(json.dumps({"data": [{"probs": [0.0, len(response) / 100]}]}).encode())
+            self.wfile.write(json.dumps({"data": [{"probs": [len(response) / 100]}]}).encode())
 
     def log_message(self, *_):
         pass
+
+
+@pytest.mark.slow
+def test_a_real_vllm_pooling_server_agrees_with_the_classifier(tmp_path):
+    pytest.importorskip("vllm")
+    tokenizer = train_tokenizer(["Answer: 5"] * 5, tmp_path)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer) + -len(tokenizer) % 64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, intermediate_size=64, num_labels=1, pad_token_id=0, eos_token_id=1,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    Qwen3ForSequenceClassification(config).float().save_pretrained(tmp_path)
+    responses = ["Answer: 5", "5", "I think that it is five"]
+    with served(tmp_path) as url:
+        remote = PoolingServer(url).score([CONVERSATION] * 3, responses)
+    assert remote == pytest.approx(Classifier(str(tmp_path)).score([CONVERSATION] * 3, responses), abs=1e-5)
+
+
+@contextmanager
+def served(path):
+    """vLLM's server of a model directory on a free port of loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = f"--runner pooling --dtype float32 --enforce-eager --max-model-len 128 --host 127.0.0.1 --port {port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), *words.split()]
+    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    log = path / "server.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 @pytest.fixture
