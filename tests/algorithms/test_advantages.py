@@ -196,6 +196,8 @@ def test_a_custom_estimator_has_the_same_call_shape() -> None:
     assert torch.equal(found, MASK.float())
     with pytest.raises(ValueError, match="test_only_values"):
         advantage("test_only_values")(REWARDS, MASK, GROUPS)
+    with pytest.raises(ValueError, match=r"cannot need \['logits'\]"):
+        register_advantage("test_only_logits", needs=("logits",))
 
 
 # ---- properties of every estimator

@@ -103,6 +103,10 @@ def register_advantage(*names: str, needs: tuple[str, ...] = ()) -> Callable[[F]
     The function takes `(token_rewards, mask, group_ids, *, config, **inputs)` and returns `(advantages, returns)`.
     """
 
+    unknown = [need for need in needs if need not in _PROVIDED_BY]
+    if unknown:
+        raise ValueError(f"an estimator cannot need {unknown}; inputs are {list(_PROVIDED_BY)}")
+
     def decorate(function: F) -> F:
         for name in names:
             if name not in _estimators.names() or _estimators[name].function is not function:
