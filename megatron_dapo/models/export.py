@@ -50,9 +50,9 @@ def export_hf(
     dist.barrier()
     storage = storages(chunks)
     shapes = hf_shapes(arch, value_head)
-    dtypes = _dtypes(shapes, dtype or _main_dtype(storage))
+    dtypes = file_dtypes(shapes, dtype or _main_dtype(storage))
     files = split_into_files(shapes, max(d.itemsize for d in dtypes.values()), file_bytes)
-    names = _file_names(len(files))
+    names = file_names(len(files))
     owners = _owners(arch, topology, value_head)
     for number, tensors in enumerate(files):
         writer = number % topology.world
@@ -71,12 +71,13 @@ def export_hf(
         if len(files) > 1:
             total = sum(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
             write_index(temporary, zip(names, files, strict=True), total)
-        _copy_companions(Path(source_dir), temporary, dtype or _main_dtype(storage))
-        _replace(temporary, out)
+        copy_companions(Path(source_dir), temporary, dtype or _main_dtype(storage))
+        replace_directory(temporary, out)
     dist.barrier()
 
 
-def _file_names(count: int) -> list[str]:
+def file_names(count: int) -> list[str]:
+    """Hugging Face's names of `count` weight files."""
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
@@ -86,7 +87,7 @@ def _main_dtype(storage: dict[str, Tensor]) -> torch.dtype:
     return next(tensor.dtype for name, tensor in storage.items() if not name.endswith("expert_bias"))
 
 
-def _dtypes(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.dtype]:
+def file_dtypes(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The router's correction bias stays float32: its steps are smaller than bfloat16 resolves."""
     return {name: torch.float32 if name.endswith("e_score_correction_bias") else dtype for name in shapes}
 
@@ -137,7 +138,8 @@ def _companions(source: Path) -> Iterator[Path]:
             yield file
 
 
-def _copy_companions(source: Path, out: Path, dtype: torch.dtype) -> None:
+def copy_companions(source: Path, out: Path, dtype: torch.dtype) -> None:
+    """Everything of a Hugging Face directory that is not weights; config.json says the new dtype."""
     for file in _companions(source):
         shutil.copy2(file, out / file.name)
     config: dict[str, Any] = json.loads((out / "config.json").read_text())
@@ -146,7 +148,8 @@ def _copy_companions(source: Path, out: Path, dtype: torch.dtype) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _replace(temporary: Path, out: Path) -> None:
+def replace_directory(temporary: Path, out: Path) -> None:
+    """Give a finished directory its name; one of that name is removed only then."""
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class WeightsError(ValueError):
@@ -63,15 +64,20 @@ class HFWeights:
         """Shape of a tensor, from the file's header."""
         return tuple(self._handle(name).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, from the file's header. Raises WeightsError for one that is not plain floating point."""
+        stored = self._handle(name).get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise WeightsError(
+                f"{name} in {self.file_of(name)} has dtype {stored}; only float32, bfloat16 and float16 weights can be "
+                "loaded (dequantize the checkpoint first)"
+            )
+        return _DTYPES[stored]
+
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box `offset + shape` of a tensor; only its bytes are read. Raises WeightsError for a non-float dtype."""
-        handle = self._handle(name)
-        whole = handle.get_slice(name)
-        if whole.get_dtype() not in _NAMES.values():
-            raise WeightsError(
-                f"{name} in {self.file_of(name)} has dtype {whole.get_dtype()}; only float32, bfloat16 and float16 "
-                "weights can be loaded (dequantize the checkpoint first)"
-            )
+        self.dtype(name)
+        whole = self._handle(name).get_slice(name)
         return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
     def _handle(self, name: str) -> Any:

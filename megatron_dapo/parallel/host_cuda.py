@@ -155,8 +155,7 @@ def install() -> None:
 
         if not torch.cuda.is_available():
             raise RuntimeError(
-                f"{early[0]} was imported before the host backend on a machine without CUDA; "
-                "import megatron_dapo.parallel first"
+                f"{early[0]} was imported before the host backend on a machine without CUDA; import megatron_dapo first"
             )
         return
     sys.meta_path.insert(0, _HostFinder())

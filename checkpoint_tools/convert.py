@@ -1,0 +1,162 @@
+"""Hugging Face → Megatron distributed checkpoint and back, tensor by tensor.
+
+A directory appears under its name only when it is complete. Towards Hugging Face an interrupted conversion goes on
+where it stopped; towards Megatron it starts again.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Lock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checkpoint_tools.megatron_files import MegatronWeights, Plan, Progress, Shape, make_plan, write_checkpoint
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.export import FILE_BYTES, copy_companions, file_dtypes, file_names, replace_directory
+from megatron_dapo.models.hf_files import HFWeights, SafetensorsStream, WeightsError, split_into_files, write_index
+from megatron_dapo.models.slices import Slice
+
+_STATE = "conversion.json"
+
+
+def hf_to_megatron(
+    hf_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    value_head: bool = False,
+    threads: int = 2,
+    progress: Progress | None = None,
+) -> None:
+    """Write the weights of a Hugging Face directory as a Megatron distributed checkpoint that any layout can load.
+
+    `dtype` None keeps each tensor's own. Memory: one parameter per thread. Collective when ranks are running: they
+    share the work. Raises WeightsError for a checkpoint that is not what its config.json says.
+    """
+    source, out = Path(hf_dir), Path(out_dir)
+    arch = Architecture.from_dir(source)
+    plan = make_plan(arch, value_head)
+    temporary = out.with_name(f".{out.name}.incomplete")
+    lock = Lock()
+    with HFWeights(source) as weights:
+        check_weights(weights, plan)
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+
+        def fill(piece: Slice, offset: Shape, shape: Shape) -> Tensor:
+            with lock:  # files are opened when first needed
+                weights.shape(piece.tensor)
+            return weights.read(piece.tensor, offset, shape)
+
+        keep_float32 = {name for name in plan.shapes if name.endswith("e_score_correction_bias")}
+        write_checkpoint(
+            temporary,
+            plan,
+            fill,
+            lambda name: torch.float32 if name in keep_float32 else dtype or weights.dtype(name),
+            threads,
+            progress,
+        )
+    if dist.get_rank() == 0:
+        replace_directory(temporary, out)
+    dist.barrier()
+
+
+def megatron_to_hf(
+    checkpoint_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    hf_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    value_head: bool = False,
+    file_bytes: int = FILE_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Write a Megatron distributed checkpoint (of any layout; optimizer state is ignored) as a Hugging Face directory.
+
+    config.json, generation_config.json and the tokenizer come from `hf_dir`. `dtype` None keeps the checkpoint's.
+    Memory: the tensors of one layer. Files that an interrupted conversion had finished are kept. Collective when ranks
+    are running: each writes some of the files.
+    """
+    source, out = Path(hf_dir), Path(out_dir)
+    plan = make_plan(Architecture.from_dir(source), value_head)
+    weights = MegatronWeights(Path(checkpoint_dir), plan)
+    main = dtype or weights.dtype("model.norm.weight")
+    dtypes = file_dtypes(plan.shapes, main)
+    files = split_into_files(plan.shapes, max(d.itemsize for d in dtypes.values()), file_bytes)
+    names = file_names(len(files))
+    temporary = out.with_name(f".{out.name}.incomplete")
+    if dist.get_rank() == 0:
+        _continue_or_begin(temporary, Path(checkpoint_dir), names, main)
+    dist.barrier()
+    for number, (file, tensors) in enumerate(zip(names, files, strict=True)):
+        if number % dist.get_world_size() == dist.get_rank() and not (temporary / file).exists():
+            _write_file(temporary / file, tensors, weights, plan, dtypes)
+        if progress is not None:
+            progress(file, number + 1, len(files))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if len(files) > 1:
+            total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in plan.shapes.items())
+            write_index(temporary, zip(names, files, strict=True), total)
+        copy_companions(source, temporary, main)
+        (temporary / _STATE).unlink()
+        replace_directory(temporary, out)
+    dist.barrier()
+
+
+def check_weights(weights: HFWeights, plan: Plan) -> None:
+    """Names and shapes of a Hugging Face directory against its config.json, before anything is written."""
+    for name, shape in plan.shapes.items():
+        if weights.shape(name) != shape:
+            raise WeightsError(
+                f"{name} in {weights.file_of(name)} has shape {weights.shape(name)}, but config.json implies {shape}"
+            )
+
+
+def _write_file(
+    path: Path, tensors: Sequence[str], weights: MegatronWeights, plan: Plan, dtypes: dict[str, torch.dtype]
+) -> None:
+    part = path.with_name(path.name + ".part")
+    stream = SafetensorsStream(part, {name: plan.shapes[name] for name in tensors}, dtypes)
+    for group in _by_layer(tensors):
+        values = weights.read_many(group)
+        for name in group:
+            stream.add(name, values[name].to(dtypes[name]))
+    stream.close()
+    os.rename(part, path)
+
+
+def _by_layer(names: Sequence[str]) -> Iterator[list[str]]:
+    """Consecutive names of one layer together: read in one pass over the files."""
+    group: list[str] = []
+    for name in names:
+        if group and _layer(name) != _layer(group[-1]):
+            yield group
+            group = []
+        group.append(name)
+    if group:
+        yield group
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["model", "layers"] else name
+
+
+def _continue_or_begin(temporary: Path, checkpoint: Path, names: list[str], dtype: torch.dtype) -> None:
+    """Keep finished files only if they come from the very same conversion."""
+    stat = (checkpoint / ".metadata").stat()
+    state = json.dumps([str(checkpoint.resolve()), stat.st_mtime_ns, stat.st_size, names, str(dtype)])
+    file = temporary / _STATE
+    if not file.is_file() or file.read_text() != state:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        file.write_text(state)

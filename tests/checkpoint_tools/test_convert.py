@@ -1,0 +1,143 @@
+"""Hugging Face → Megatron → Hugging Face is bit-identical for every family, and Megatron itself loads what is written."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint_tools import convert
+from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
+from checkpoint_tools.inspection import inspect_checkpoint
+from checkpoint_tools.verify import compare, compare_logits
+from megatron_dapo.models.hf_files import WeightsError
+from megatron_dapo.parallel.groups import destroy
+from tests.models.hf_models import CONFIGS, saved
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    yield
+    destroy()
+
+
+def tensors(path):
+    return {key: t for file in path.glob("*.safetensors") for key, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip(name, tmp_path):
+    hf_to_megatron(saved(name), tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", hf_dir=saved(name), file_bytes=50_000)
+    before, after = tensors(saved(name)), tensors(tmp_path / "hf")
+    assert set(before) == set(after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert compare_logits(saved(name), tmp_path / "hf", [[1, 2, 3]]) == 0
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_dtype_is_kept_or_cast(tmp_path):
+    hf_to_megatron(saved("deepseek_v3"), tmp_path / "megatron", dtype=torch.bfloat16, threads=1)
+    kinds = {info.dtype for info in inspect_checkpoint(tmp_path / "megatron") if "expert_bias" not in info.name}
+    assert kinds == {"bfloat16"}
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", hf_dir=saved("deepseek_v3"))
+    assert {t.dtype for key, t in tensors(tmp_path / "hf").items() if "correction" not in key} == {torch.bfloat16}
+
+
+def test_compare_finds_what_differs(tmp_path):
+    hf_to_megatron(saved("qwen2"), tmp_path / "megatron")
+    found = list(compare(saved("qwen2"), tmp_path / "megatron"))
+    assert len(found) == len(tensors(saved("qwen2"))) and all(d.largest == 0 for d in found)
+    other = {d.name: d for d in compare(saved("qwen2"), saved("llama"))}
+    assert other["model.norm.weight"].largest > 0
+    assert other["model.layers.0.self_attn.q_proj.bias"].shape_b is None
+    with pytest.raises(ValueError, match="config.json"):
+        list(compare(tmp_path / "megatron", tmp_path / "megatron"))
+
+
+def test_inspect_both_kinds(tmp_path):
+    hf_to_megatron(saved("qwen3_moe"), tmp_path / "megatron")
+    hf, megatron = inspect_checkpoint(saved("qwen3_moe")), inspect_checkpoint(tmp_path / "megatron")
+    assert {i.name: i.shape for i in hf}["model.norm.weight"] == (32,)
+    experts = next(i for i in megatron if i.name.endswith("layers.0.mlp.experts.experts.linear_fc2.weight"))
+    assert experts.shape == (8, 32, 16) and experts.pieces == 8
+    with pytest.raises(WeightsError):
+        inspect_checkpoint(tmp_path / "nothing")
+
+
+def test_an_interrupted_conversion_leaves_nothing_and_goes_on(tmp_path, monkeypatch):
+    hf_to_megatron(saved("qwen2"), tmp_path / "megatron")
+    write, files = convert._write_file, []
+
+    def stop_after_two(path, *rest):
+        if len(files) == 2:
+            raise KeyboardInterrupt
+        files.append(path.name)
+        write(path, *rest)
+
+    target = dict(hf_dir=saved("qwen2"), file_bytes=40_000)
+    monkeypatch.setattr(convert, "_write_file", stop_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", **target)
+    assert not (tmp_path / "hf").exists()
+    again = []
+    monkeypatch.setattr(convert, "_write_file", lambda path, *rest: (again.append(path.name), write(path, *rest)))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", **target)
+    assert again and not set(again) & set(files)
+    assert not (tmp_path / "hf" / convert._STATE).exists()
+    assert all(torch.equal(t, tensors(tmp_path / "hf")[key]) for key, t in tensors(saved("qwen2")).items())
+
+
+def test_progress_is_told(tmp_path):
+    seen = []
+    hf_to_megatron(saved("llama"), tmp_path / "megatron", threads=1, progress=lambda *step: seen.append(step))
+    assert seen[-1][1] == seen[-1][2] == len(seen)
+
+
+def test_incomplete_and_foreign_checkpoints_are_refused(tmp_path):
+    with pytest.raises(WeightsError, match=r"no metadata\.json"):
+        megatron_to_hf(tmp_path, tmp_path / "hf", hf_dir=saved("qwen2"))
+    hf_to_megatron(saved("llama"), tmp_path / "megatron")
+    with pytest.raises(WeightsError, match="belongs to another network"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", hf_dir=saved("qwen3"))
+
+
+def _load_and_compare(hf_dir, checkpoint, parallel):
+    """On every rank: a model filled by Megatron's own loader equals one filled from the Hugging Face files."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state as mpu
+
+    from megatron_dapo.config.model import ModelConfig, ParallelConfig
+    from megatron_dapo.models.architecture import Architecture
+    from megatron_dapo.models.build import build_model
+    from megatron_dapo.models.load import load_hf
+    from megatron_dapo.models.megatron_config import topology_of, transformer_config
+    from megatron_dapo.models.storage import storages
+    from megatron_dapo.parallel.groups import init_distributed
+
+    arch, sizes = Architecture.from_dir(hf_dir), ParallelConfig(**parallel)
+    topology = topology_of(sizes, dist.get_world_size())
+    init_distributed(topology, seed=1)
+    config = transformer_config(arch, ModelConfig(dtype="float32"), sizes)
+    ours, theirs = build_model(arch, config), build_model(arch, config)
+    load_hf(theirs, arch, topology, hf_dir)
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    names = [f"model{i}" for i in range(len(ours))]
+    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, ours, strict=True)}
+    loaded = dist_checkpointing.load(state, checkpoint)
+    for name, chunk in zip(names, ours, strict=True):
+        chunk.load_state_dict(loaded[name])
+    mine = storages(ours)
+    return [name for name, t in storages(theirs).items() if not torch.equal(t, mine[name])]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("qwen3_moe", dict(tensor=2, pipeline=2)),
+        ("qwen2", dict(tensor=2, pipeline=2, virtual_pipeline=2)),
+        ("deepseek_v3", dict(tensor=2, expert=2, expert_tensor=1)),
+    ],
+)
+def test_megatron_loads_it_in_another_layout(ranks, tmp_path, name, parallel):
+    hf_to_megatron(saved(name), tmp_path / "megatron")
+    assert ranks.run(_load_and_compare, 4, str(saved(name)), str(tmp_path / "megatron"), parallel) == [[]] * 4
