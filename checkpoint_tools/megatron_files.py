@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoint as a set of boxes: where each HF tensor lies in it, read and written piece by piece.
+"""Megatron's distributed checkpoint as a set of boxes: where each HF tensor lies in it, read and written in pieces.
 
 The place of every parameter (its key, its offset in the global tensor) is asked from Megatron itself, through the
 `sharded_state_dict` of a model whose memory is allocated but never touched.
@@ -252,7 +252,7 @@ def write_checkpoint(
     ranks, rank = dist.get_world_size(), dist.get_rank()
     planner = _Stream(plan.places[rank::ranks], plan.objects if rank == 0 else (), plan.slices, fill, dtypes, progress)
     writer = FileSystemWriter(path, single_file_per_rank=threads == 1, thread_count=threads)
-    dcp.save({}, storage_writer=writer, planner=planner)
+    dcp.save({}, storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
     if rank == 0:
         torch.save({}, path / "common.pt")
         save_config(CheckpointingConfig("torch_dist", 1), str(path))
