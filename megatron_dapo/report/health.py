@@ -127,6 +127,13 @@ def _learning(run: RunFiles) -> list[Note]:
         found.append(
             Note("warn", f"Only {kept[1] / made[1]:.0%} of groups carry signal now: data too easy or too hard.")
         )
+    norms = [(value, step) for step, value in run.series("actor/grad_norm") if math.isfinite(value)]
+    if norms and max(norms)[0] > 20 * (usual := median(value for value, _ in norms)):
+        found.append(
+            Note(
+                "warn", f"The gradient norm jumped to {max(norms)[0]:.3g} at step {max(norms)[1]} (median {usual:.2g})."
+            )
+        )
     clipped = start_and_end(run, "actor/pg_clipfrac")
     if clipped and clipped[1] > 0.3:
         found.append(Note("warn", f"{clipped[1]:.0%} of tokens are clipped: the policy moves far within a step."))

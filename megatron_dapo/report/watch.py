@@ -146,7 +146,9 @@ def _metrics(run: RunFiles, width: int) -> Table:
         if values:
             curve = sparkline(values, max(8, min(40, width - 36)))
             table.add_row(
-                Text(label, style="dim"), Text(form.format(values[-1]), justify="right"), Text(curve, style="blue")
+                Text(label, style="dim"),
+                Text(form.format(values[-1] + 0.0), justify="right"),
+                Text(curve, style="blue"),
             )
     return table
 

@@ -25,6 +25,7 @@ def run_of(tmp_path, columns: dict, config: str = ""):
         ({"actor/entropy": [1.0] * 10 + [0.01] * 10}, "warn", "Entropy fell"),
         ({"critic/score/mean": [0.5] * 10 + [0.4] * 10}, "warn", "did not rise"),
         ({"training/filter_groups/kept": [1] * 20, "training/filter_groups/generated": [10] * 20}, "warn", "Only 10%"),
+        ({"actor/grad_norm": [1.0, 1.2, 900.0, 1.1]}, "warn", "jumped to 900 at step 3 (median 1.1)"),
         ({"actor/pg_clipfrac": [0.5]}, "warn", "50% of tokens are clipped"),
         ({"response_length/clip_ratio": [0.3]}, "warn", "30% of responses hit"),
         ({"rollout/moe/gpu_load/max_over_mean": [2.0]}, "warn", "factor of 2.00"),

@@ -92,9 +92,19 @@ function drawChart(node, chart) {
   const decades = log ? Math.log10(Math.max(...above) / Math.min(...above)) : 0;
   const named = traces.filter((t) => t.showlegend !== false).length;
   Plotly.react(node, traces, layout({ barmode: "stack", bargap: 0.15, showlegend: named > 1, legend: { ...layout().legend, traceorder: "normal" },
-    xaxis: many && stacked ? {} : { hoverformat: "d", tickformat: "d", unifiedhovertitle: { text: "step %{x}" } },
+    xaxis: many && stacked ? {} : stepAxis(traces.flatMap((t) => t.x)),
     yaxis: { type: log ? "log" : "linear", tickformat: percent ? ".2~%" : "", exponentformat: log || largest < 1e-2 ? "power" : "SI",
-      rangemode: percent || stacked ? "tozero" : "normal", dtick: decades > 2 ? 1 : undefined, nticks: 6 } }), CONFIG);
+      rangemode: percent || stacked ? "tozero" : "normal", dtick: !log ? undefined : decades > 2 ? 1 : "D2", ...(log || stacked ? {} : flatRange(values, percent)), nticks: 6 } }), CONFIG);
+}
+function stepAxis(steps) {
+  const low = Math.min(...steps), high = Math.max(...steps), few = high - low < 8;
+  return { hoverformat: "d", tickformat: "d", dtick: few ? 1 : undefined, range: low === high ? [low - 1, low + 1] : undefined,
+    unifiedhovertitle: { text: "step %{x}" } };
+}
+function flatRange(values, percent) { // Plotly would draw a constant of 3e-5 between -1 and 1, indistinguishable from 0
+  const low = Math.min(...values), high = Math.max(...values);
+  if (!values.length || high - low > 1e-12 * Math.abs(high)) return {};
+  return { range: high === 0 ? [0, percent ? 0.1 : 1] : [Math.min(0, 1.5 * high), Math.max(0, 1.5 * high)] };
 }
 function card(title, about, draw, wide = false, plotClass = "plot") {
   const plot = $("div", { class: plotClass });
