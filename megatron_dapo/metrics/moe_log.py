@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.metrics.jsonl import JsonlWriter, read_jsonl
@@ -22,6 +22,8 @@ from megatron_dapo.metrics.placement import (
 
 MOE_FILE = "moe.jsonl"
 WHAT_IF_FILE = "moe_what_if.json"
+LEVELS, SHADES = (0.25, 0.75, 1.25, 2.0, 4.0), "·░▒▓█▲"
+KEY = ("< 0.25", "< 0.75", "even", "< 2", "< 4", "more")
 
 
 class MoELog:
@@ -146,6 +148,7 @@ def _text(head: dict[str, Any], counts: Int[np.ndarray, "layers experts"], answe
     layers, experts = counts.shape
     load = counts / np.maximum(counts.sum(-1, keepdims=True), 1) * experts
     worst = np.argsort(-load.max(-1))[:5]
+    basis = "itself" if head["fitted_on_step"] is None else f"step {head['fitted_on_step']}"
     lines = [
         f"expert load of step {head['step']} ({head['source']}): {counts.sum():,} assignments, "
         f"{layers} layers × {experts} experts",
@@ -153,11 +156,26 @@ def _text(head: dict[str, Any], counts: Int[np.ndarray, "layers experts"], answe
         f" experts without a token: {(counts == 0).sum()} of {counts.size}",
         "  least even layers: " + ", ".join(f"{i} (expert {load[i].argmax()}: {load[i].max():.2f} ×)" for i in worst),
         "",
-        f"placements on {answers[0].gpus} GPUs, {answers[0].gpus_per_node} per node"
-        + (
-            f", fitted on step {head['fitted_on_step']}" if head["fitted_on_step"] is not None else ", fitted on itself"
-        ),
+        "layer by expert, as multiples of even: "
+        + "  ".join(f"{shade} {text}" for shade, text in zip(SHADES, KEY, strict=True)),
+        *(f"  {i:>3} {_shaded(layer)}" for i, layer in enumerate(load)),
+        "",
+        f"placements on {answers[0].gpus} GPUs, {answers[0].gpus_per_node} per node, fitted on {basis}",
         f"  {'placement':<26}{'slots/GPU':>10}{'max/mean GPU':>14}{'max/mean node':>15}",
     ]
     lines += [f"  {a.name:<26}{a.slots_per_gpu:>10}{a.overhead:>14.3f}{a.node_overhead:>15.3f}" for a in answers]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_node_map(answers[0])])
+
+
+def _shaded(load: Float[np.ndarray, " experts"]) -> str:
+    return "".join(SHADES[int(i)] for i in np.searchsorted(LEVELS, load, side="right"))
+
+
+def _node_map(answer: WhatIf) -> list[str]:
+    """Each GPU's load in multiples of even, a line per node."""
+    even = sum(answer.gpu_load) / len(answer.gpu_load)
+    lines = [f"node by GPU under {answer.name}, all layers together, as multiples of even"]
+    for node, first in enumerate(range(0, answer.gpus, answer.gpus_per_node)):
+        row = answer.gpu_load[first : first + answer.gpus_per_node]
+        lines.append(f"  {node:>3} " + " ".join(f"{load / even:5.2f}" for load in row))
+    return lines

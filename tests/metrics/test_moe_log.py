@@ -1,6 +1,7 @@
 """What is written about experts can be read again, and the what-if report answers from it."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -31,6 +32,8 @@ def test_report_prints_and_writes_the_answers(tmp_path):
     write_run(tmp_path)
     text = moe_report(tmp_path)
     assert "step 2 (rollout): 2,000 assignments, 2 layers × 16 experts" in text and "fitted on step 1" in text
+    assert re.search(r"^    0 ▲[·░▒▓█▲]{15}$", text, re.M)  # expert 0 is the most popular one
+    assert len(re.findall(r"^    \d (?: *\d\.\d\d){4}$", text, re.M)) == 2  # two nodes of four GPUs
     saved = json.loads((tmp_path / "moe_what_if.json").read_text())
     by_name = {v["name"]: v for v in saved["variants"]}
     assert saved["fitted_on_step"] == 1 and len(by_name["greedy"]["gpu_load"]) == 8
