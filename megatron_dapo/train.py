@@ -36,6 +36,8 @@ def train(config: Config) -> None:
             serve(worker, control)
     finally:
         worker.close()
+    if driver and stop:
+        sys.exit(stop.exit_code)
 
 
 def main() -> None:

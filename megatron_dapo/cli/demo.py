@@ -85,7 +85,10 @@ def write_inputs(demo: Demo) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(demo.init)
+    model = Qwen3MoeForCausalLM(config)
+    # transformers starts the padding token at zero; should it ever be sampled, the norm after it has a huge gradient
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=config.initializer_range)
+    model.save_pretrained(demo.init)
 
 
 def warm_start_overrides(demo: Demo) -> list[str]:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from megatron_dapo.config.base import Count, Fraction, Int, NonNegative, Positive, Section
+from megatron_dapo.config.base import Count, Float, Fraction, Int, NonNegative, Positive, Section, Strings
 from megatron_dapo.config.training import KLKind
 
 AdvEstimator = Literal[
@@ -100,6 +100,10 @@ class RolloutCorrectionConfig(Section):
     """Rejection rules, comma-separated: token_k1..3, seq_sum_k1..3, seq_mean_k1..3, seq_max_k2..3; null: none."""
     rollout_rs_threshold: float | str | None = None
     """One threshold for all rules or one per rule, comma-separated (k1: `lower_upper` or upper; k2, k3: upper)."""
+    rollout_rs_reference_k1: bool = False
+    """Read k1 thresholds as bounds of 1/ratio, as the reference does; false: of the ratio."""
+    count_rejected: bool = True
+    """Whether rejected tokens still count in the loss's denominators (false: average over what remains)."""
     bypass_mode: bool = False
     """Use the rollout's log-probs as the old log-probs; no old-log-prob pass."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
@@ -125,6 +129,16 @@ class AlgorithmConfig(Section):
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation (false: Dr. GRPO)."""
+    singleton: Literal["zero", "raw"] = "zero"
+    """Advantage of a response that is alone in its group: 0, or its score against a baseline of 0 (the reference)."""
+    count_rejected_in_baseline: bool = True
+    """Whether responses that the rollout correction rejects still count in their group's statistics."""
+    gdpo_reward_keys: Strings = ()
+    """gdpo: the fields of the reward's extra info that are normalised each on its own."""
+    gdpo_reward_weights: tuple[Float, ...] | None = None
+    """gdpo: their weights; null: all 1."""
+    handle_zero_tail: bool = True
+    """optimal_token_baseline: no baseline where only one trajectory of the group is left."""
     use_kl_in_reward: bool = False
     """Subtract a KL penalty from the token rewards; needs the reference model."""
     kl_penalty: KLKind = "kl"

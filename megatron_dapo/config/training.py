@@ -28,16 +28,16 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
-    """AdamW through Megatron's distributed optimizer, with a warm-up and a decay counted in optimizer steps."""
+    """AdamW through Megatron's distributed optimizer; warm-up and decay count trainer steps, each at one rate."""
 
     lr: Positive = 1e-6
     """Peak learning rate."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Trainer steps of linear warm-up from 0."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
     lr_decay_steps: Count | None = None
-    """Optimizer steps until `min_lr`; null: the run's length."""
+    """Trainer steps until `min_lr`; null: the run's length."""
     min_lr: NonNegative = 0.0
     """Where the decay ends."""
     weight_decay: NonNegative = 0.01
@@ -61,6 +61,8 @@ class PolicyLossConfig(Section):
     """clip_cov: lower end of the covariance band."""
     clip_cov_ub: Float = 5.0
     """clip_cov: upper end of the covariance band."""
+    clip_cov_seed: Int = 0
+    """clip_cov: seed of the choice among candidates, the same on every rank."""
     kl_cov_ratio: Positive = 2e-4
     """kl_cov: share of tokens that get the KL penalty."""
     ppo_kl_coef: NonNegative = 0.1

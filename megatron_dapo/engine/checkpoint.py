@@ -23,7 +23,7 @@ _CONTENT = {
 
 
 def save_engine(engine: MegatronEngine, directory: Path) -> None:
-    """Collective over all ranks. `directory` must exist and be empty; making the result visible is the caller's task."""
+    """Collective over all ranks. `directory` must exist and be empty; the caller makes the result visible."""
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), _replicas(), False)
     dist_checkpointing.save(_state(engine, loading=False), str(directory), strategy, content_metadata=_CONTENT)
 

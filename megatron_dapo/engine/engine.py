@@ -22,11 +22,11 @@ from megatron_dapo.config.model import ModelConfig, ParallelConfig
 from megatron_dapo.config.training import OptimConfig
 from megatron_dapo.engine.optimizer import build_optimizer, build_scheduler
 from megatron_dapo.engine.packed import PackedMicroBatch, pack_rows, unpack, whole_context
-from megatron_dapo.models.logprob import token_statistics
 from megatron_dapo.metrics import Metrics, reduce
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.load import load_hf
+from megatron_dapo.models.logprob import token_statistics
 from megatron_dapo.models.megatron_config import transformer_config
 from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.topology import Topology

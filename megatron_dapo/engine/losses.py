@@ -14,12 +14,13 @@ from torch import Tensor
 from megatron_dapo.algorithms import (
     PolicyLossConfig,
     aggregate_loss,
-    kl_penalty,
+    effective_loss_mode,
+    kl_loss,
     policy_loss,
     value_loss,
 )
 from megatron_dapo.config.training import ActorConfig, CriticConfig
-from megatron_dapo.metrics import Mean, Metrics, Sum
+from megatron_dapo.metrics import Mean, Metrics, Sum, agreement_metrics
 
 LossFunction = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, Metrics]]
 
@@ -50,12 +51,15 @@ def _fields(rows: TensorDict, width: int) -> dict[str, Tensor]:
     return {name: value[:, :width] for name, value in rows.items() if value.dim() == 2 and name != "prompts"}
 
 
-def actor_loss(actor: ActorConfig, config: PolicyLossConfig, normalizer: Normalizer) -> LossFunction:
+def actor_loss(
+    actor: ActorConfig, config: PolicyLossConfig, normalizer: Normalizer, *, fresh: bool = False
+) -> LossFunction:
     """L = policy − entropy_coeff · entropy + kl_loss_coef · KL(policy ‖ reference), each aggregated the same way.
 
-    Rows without `old_log_probs` are on-policy by construction: the ratio is one and only its gradient matters.
+    Rows without `old_log_probs` are on-policy by construction: the ratio is one and only its gradient matters. `fresh`
+    says that the weights are still those that sampled: then rows with `rollout_log_probs` tell how far the two agree.
     """
-    token_loss = policy_loss(actor.policy_loss.loss_mode)
+    token_loss = policy_loss(effective_loss_mode(actor.policy_loss.loss_mode, config))
 
     def loss(tokens: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, Metrics]:
         logprob = tokens["log_probs"]
@@ -72,9 +76,11 @@ def actor_loss(actor: ActorConfig, config: PolicyLossConfig, normalizer: Normali
             report["actor/entropy_loss"] = Sum(float(entropy.detach()))
             total = total - actor.entropy_coeff * entropy
         if actor.use_kl_loss:
-            kl = normalizer(kl_penalty(logprob, field["ref_log_prob"], actor.kl_loss_type), mask)
+            kl = normalizer(kl_loss(logprob, field["ref_log_prob"], mask, actor.kl_loss_type), mask)
             report["actor/kl_loss"] = Sum(float(kl.detach()))
             total = total + actor.kl_loss_coef * kl
+        if fresh and "rollout_log_probs" in field:
+            report |= agreement_metrics(logprob.detach(), field["rollout_log_probs"], mask)
         return total, report
 
     return loss

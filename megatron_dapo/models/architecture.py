@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.errors import UserError
+
 FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -14,6 +16,10 @@ FAMILIES = {
     "mixtral": "MixtralForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+
+
+class UnsupportedModel(UserError, ValueError):
+    """A model directory that this project cannot train; the text says why and what it can."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +130,10 @@ class Architecture:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Architecture":
-        """Read `config.json` of a Hugging Face directory. Raises FileNotFoundError naming the directory."""
+        """Read `config.json` of a Hugging Face directory. Raises UnsupportedModel naming the directory."""
         file = Path(path) / "config.json"
         if not file.is_file():
-            raise FileNotFoundError(f"{path} is not a Hugging Face model directory: it has no config.json")
+            raise UnsupportedModel(f"{path} is not a Hugging Face model directory: it has no config.json")
         return cls.from_hf(json.loads(file.read_text()))
 
 
@@ -136,7 +142,7 @@ def _family(config: Mapping[str, Any]) -> str:
     for family, architecture in FAMILIES.items():
         if named == architecture or (named is None and config.get("model_type") == family):
             return family
-    raise ValueError(
+    raise UnsupportedModel(
         f"unsupported architecture {named or config.get('model_type')!r}; supported are {', '.join(FAMILIES.values())}"
     )
 
@@ -163,7 +169,7 @@ def _refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
         if config.get("quantization_config"):
             wrong.append("quantized weights (dequantize the checkpoint to bfloat16 first)")
     if wrong:
-        raise ValueError(f"{FAMILIES[family]} with " + "; ".join(wrong) + " is not supported")
+        raise UnsupportedModel(f"{FAMILIES[family]} with " + "; ".join(wrong) + " is not supported")
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
@@ -173,7 +179,7 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     if kind == "default":
         return Rope(theta=float(theta))
     if kind not in ("linear", "llama3", "yarn") or (kind == "yarn" and "kv_lora_rank" not in config):
-        raise ValueError(f"rope_type {kind!r} is not supported; known are default, linear, llama3, and yarn with MLA")
+        raise UnsupportedModel(f"rope_type {kind!r} is not supported; known are default, linear, llama3, and yarn with MLA")
     return Rope(
         theta=float(theta),
         kind=kind,

@@ -13,12 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_dapo.errors import UserError
+
 INDEX = "model.safetensors.index.json"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError, ValueError):
     """A checkpoint that cannot be read as the network it claims to be."""
 
 

@@ -10,12 +10,13 @@ from itertools import chain
 
 import numpy as np
 
+from megatron_dapo.errors import UserError
 from megatron_dapo.models.slices import Layout
 
 DIMS = 3  # boxes are padded with [0, 1) to this many dimensions
 
 
-class PlanError(ValueError):
+class PlanError(UserError, ValueError):
     """The sources cannot serve the destinations: something is missing or has another shape."""
 
 

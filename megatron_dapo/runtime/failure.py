@@ -25,9 +25,9 @@ def run_rank(main: Callable[[], None]) -> None:
     """
     try:
         main()
+    except SystemExit as request:
+        _leave(request.code if isinstance(request.code, int) else EXIT_ERROR)
     except BaseException as error:  # every way out of a rank ends here: a rank that lingers would hang its peers
-        if isinstance(error, SystemExit) and error.code in (0, None):
-            _leave(0)
         if _claim(_first_failure_file()):
             _tell(error)
         _leave(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_ERROR)
@@ -75,6 +75,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self.exit_code = 0  # what a shell expects of a program that a signal stopped
 
     def __bool__(self) -> bool:
         return self._event.is_set()
@@ -88,6 +89,7 @@ class StopRequest:
         if self._event.is_set():
             os._exit(128 + number)
         self._event.set()
+        self.exit_code = 128 + number
         print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
 
 

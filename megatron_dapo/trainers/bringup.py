@@ -121,6 +121,8 @@ def estimator_inputs(config: Config) -> set[str]:
     available = {"group_ids", "old_logprob"}
     available |= {"values"} if config.derived.critic_enabled else set()
     available |= {"sum_pi_squared"} if config.actor.calculate_sum_pi_squared else set()
+    available |= {"reward_baselines"} if config.algorithm.adv_estimator == "remax" else set()
+    available |= {"component_rewards"} if config.algorithm.gdpo_reward_keys else set()
     available |= {"rollout_is_weights"} if config.algorithm.rollout_correction.rollout_is else set()
     return available
 

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from megatron_dapo.algorithms import filter_value
 from megatron_dapo.config import Config
 from megatron_dapo.data.types import Group, Prompt, Score, Trajectory
@@ -108,3 +111,10 @@ def _group(prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[
 def group_values(group: Group, metric: str) -> list[float]:
     """The values by which dynamic sampling judges a group."""
     return [filter_value(score, metric) for score in group.scores]
+
+
+def component_rewards(groups: Sequence[Group], keys: Sequence[str]) -> dict[str, Tensor] | None:
+    """The named fields of the reward's extra info, `[b]` each (GDPO); None where none are asked for."""
+    if not keys:
+        return None
+    return {key: torch.tensor([filter_value(score, key) for g in groups for score in g.scores]) for key in keys}

@@ -5,19 +5,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from tensordict import TensorDict
 
 from megatron_dapo.algorithms import DynamicSampler
 from megatron_dapo.data.types import Group
 from megatron_dapo.metrics import (
     Last,
-    Mean,
     Metrics,
     Sum,
     compute,
     data_metrics,
+    group_metrics,
     memory_metrics,
     merge,
+    reward_metrics,
+    sequence_balance_metrics,
+    source_metrics,
     throughput_metrics,
     timing_metrics,
 )
@@ -29,16 +33,28 @@ def filter_metrics(sampler: DynamicSampler) -> Metrics:
     return {name: Sum(value) for name, value in sampler.metrics().items()}
 
 
+def generation_metrics(groups: Sequence[Group]) -> Metrics:
+    """Of the groups as generated, before the filter: how many are all right, all wrong, mixed."""
+    rows = [(score.acc, group.prompt.uid) for group in groups for score in group.scores]
+    return group_metrics([acc for acc, _ in rows], [uid for _, uid in rows]) if rows else {}
+
+
 def batch_metrics(run: Run, batch: TensorDict, groups: Sequence[Group]) -> Metrics:
-    """Data metrics of the trained batch, and the verifiers' accuracy on it."""
+    """What the trained batch was like: data, rewards, sources, and how its tokens lie on the ranks."""
+    config = run.config
     scores = [score for group in groups for score in group.scores]
+    accuracies = [score.acc for score in scores]
+    lengths = (batch["prompt_length"] + batch["response_length"]).tolist()
+    partition = [[row for micro in rows for row in micro] for rows in run.ranks.dispatcher.plan(torch.tensor(lengths))]
     return {
         **data_metrics(
-            batch,
-            use_critic=run.config.derived.critic_enabled,
-            max_prompt_length=run.config.data.max_prompt_length,
+            batch, use_critic=config.derived.critic_enabled, max_prompt_length=config.data.max_prompt_length
         ),
-        "reward/acc/mean": Mean(sum(score.acc for score in scores), len(scores)),
+        **reward_metrics(
+            [score.reward for score in scores], [score.raw for score in scores], accuracies, [False] * len(scores)
+        ),
+        **source_metrics([group.prompt.data_source for group in groups for _ in group.scores], accuracies),
+        **sequence_balance_metrics(lengths, partition),
     }
 
 

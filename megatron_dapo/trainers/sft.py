@@ -14,7 +14,7 @@ from megatron_dapo.engine.losses import Normalizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import Last, Mean, Metrics, Timer, Trackers, compute
 from megatron_dapo.runtime.failure import StopRequest
-from megatron_dapo.trainers.stages import MiniBatchRows, Ranks, sequence_lengths
+from megatron_dapo.trainers.stages import MiniBatchRows, Ranks
 from megatron_dapo.trainers.worker import ACTOR
 
 

@@ -1,10 +1,9 @@
 """The stages between samples and updates: each reads fields of the batch and returns only what it adds (see `union`)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
@@ -14,15 +13,16 @@ from megatron_dapo.algorithms import (
     advantage,
     kl_in_reward,
 )
+from megatron_dapo.algorithms.correction import correct_rollout
 from megatron_dapo.algorithms.kl import FixedKLController
 from megatron_dapo.config import Config
 from megatron_dapo.engine.engine import StepResult
 from megatron_dapo.engine.losses import Normalizer
-from megatron_dapo.metrics import Last, Max, Mean, Metrics, Sum, merge, reduce
+from megatron_dapo.metrics import Last, Mean, Metrics, Sum, agreement_metrics, merge, push_metrics, reduce
 from megatron_dapo.resharding.transport_shm import weight_update
 from megatron_dapo.runtime.group import WorkerGroup
 from megatron_dapo.trainers.dispatch import Dispatcher
-from megatron_dapo.trainers.worker import ACTOR, CRITIC, REFERENCE, MiniBatch
+from megatron_dapo.trainers.worker import ACTOR, CRITIC, REFERENCE, MiniBatch, correction_config
 
 ACTOR_FIELDS = ("response_mask", "advantages", "old_log_probs", "rollout_is_weights", "ref_log_prob")
 CRITIC_FIELDS = ("response_mask", "returns", "values")
@@ -54,7 +54,7 @@ class Ranks:
         self, method: str, batch: TensorDict, mini_batches: Sequence[MiniBatchRows], fields: Sequence[str], step: int
     ) -> Metrics:
         """One optimizer step per mini-batch; losses averaged over mini-batches, everything else by its own kind."""
-        present = [name for name in fields if name in batch.keys()]
+        present = [name for name in fields if name in batch]
         shares: list[list[MiniBatch]] = [[] for _ in range(self.group.size)]
         for mini_batch in mini_batches:
             rows = batch[mini_batch.rows]
@@ -99,10 +99,13 @@ def critic_values(ranks: Ranks, batch: TensorDict) -> TensorDict:
     return _fields(batch, values=ranks.infer(batch, CRITIC, ["values"])["values"])
 
 
-def advantages(config: Config, batch: TensorDict, kl: FixedKLController) -> tuple[TensorDict, Metrics]:
+def advantages(
+    config: Config, batch: TensorDict, kl: FixedKLController, component_rewards: Mapping[str, Tensor] | None = None
+) -> tuple[TensorDict, Metrics]:
     """Rewards after KL, rollout correction (weights and mask), then advantages and returns.
 
-    Returns the whole batch, since the corrected mask replaces `response_mask`; the rewards of rejected samples still count in their group's baseline.
+    Returns the whole batch: the corrected mask replaces `response_mask`, and `loss_mask` is what the loss's
+    denominators count. The rewards of rejected samples still count in their group's baseline, unless configured.
     """
     algorithm = config.algorithm
     metrics: Metrics = {}
@@ -113,23 +116,13 @@ def advantages(config: Config, batch: TensorDict, kl: FixedKLController) -> tupl
         )
         kl.update(penalty["actor/reward_kl_penalty"], len(batch))
         metrics |= {name: Mean(value, 1) for name, value in penalty.items()}
-    added = {"token_level_rewards": rewards}
-    correction = algorithm.rollout_correction
+    added = {"token_level_rewards": rewards, "loss_mask": mask}
+    correction = correction_config(config)
     if not correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
-        from megatron_dapo.algorithms import rollout_correction
-
-        corrected = rollout_correction(
-            batch["old_log_probs"],
-            batch["rollout_log_probs"],
-            mask,
-            rollout_is=correction.rollout_is,
-            rollout_is_threshold=correction.rollout_is_threshold,
-            rollout_is_batch_normalize=correction.rollout_is_batch_normalize,
-            rollout_rs=correction.rollout_rs,
-            rollout_rs_threshold=correction.rollout_rs_threshold,
-        )
-        mask = corrected.mask
+        corrected = correct_rollout(correction, batch["old_log_probs"], batch["rollout_log_probs"], mask)
         metrics |= {name: Mean(value, 1) for name, value in corrected.metrics.items()}
+        mask = corrected.mask
+        added["loss_mask"] = added["loss_mask"] if correction.count_rejected else mask
         if corrected.weights is not None:
             added["rollout_is_weights"] = corrected.weights
     added["advantages"], added["returns"] = advantage(algorithm.adv_estimator)(
@@ -140,14 +133,25 @@ def advantages(config: Config, batch: TensorDict, kl: FixedKLController) -> tupl
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            singleton=algorithm.singleton,
+            count_rejected=algorithm.count_rejected_in_baseline,
+            gdpo_reward_keys=algorithm.gdpo_reward_keys,
+            gdpo_reward_weights=algorithm.gdpo_reward_weights,
+            handle_zero_tail=algorithm.handle_zero_tail,
         ),
-        **{name: batch[field] for name, field in _ESTIMATOR_INPUTS.items() if field in batch.keys()},
+        **{name: batch[field] for name, field in _ESTIMATOR_INPUTS.items() if field in batch},
         rollout_is_weights=added.get("rollout_is_weights"),
+        component_rewards=component_rewards,
     )
     return batch.copy().update({**added, "response_mask": mask}), metrics
 
 
-_ESTIMATOR_INPUTS = {"values": "values", "old_logprob": "old_log_probs", "sum_pi_squared": "sum_pi_squared"}
+_ESTIMATOR_INPUTS = {
+    "values": "values",
+    "old_logprob": "old_log_probs",
+    "sum_pi_squared": "sum_pi_squared",
+    "reward_baselines": "reward_baselines",
+}
 
 
 def update_actor(ranks: Ranks, config: Config, batch: TensorDict, step: int) -> Metrics:
@@ -156,7 +160,9 @@ def update_actor(ranks: Ranks, config: Config, batch: TensorDict, step: int) -> 
     mini_batches = split_mini_batches(
         batch, actor.ppo_mini_batch_size, actor.loss_agg_mode, config.derived.loss_scale_factor
     )
-    return ranks.update("update_actor", batch, mini_batches * actor.ppo_epochs, ACTOR_FIELDS, step)
+    bypass = config.algorithm.rollout_correction.bypass_mode  # no old-log-prob pass has compared the two engines yet
+    fields = (*ACTOR_FIELDS, "rollout_log_probs") if bypass else ACTOR_FIELDS
+    return ranks.update("update_actor", batch, mini_batches * actor.ppo_epochs, fields, step)
 
 
 def update_critic(ranks: Ranks, config: Config, batch: TensorDict, step: int) -> Metrics:
@@ -172,10 +178,13 @@ def split_mini_batches(batch: TensorDict, groups: int, mode: str, horizon: float
     """`groups` prompts per optimizer step, in order, each with the global counts that its loss is divided by."""
     number = batch["uid"] // groups
     parts = [(number == index).nonzero().flatten() for index in range(int(number.max()) + 1)]
-    return [
-        MiniBatchRows(rows, Normalizer(mode, int(batch["response_mask"][rows].sum()), len(rows), horizon))
-        for rows in parts
-    ]
+    return [MiniBatchRows(rows, _normalizer(batch[rows], mode, horizon)) for rows in parts]
+
+
+def _normalizer(rows: TensorDict, mode: str, horizon: float) -> Normalizer:
+    """Counts of one optimizer step over `loss_mask`: what the denominators count, which may exceed what is trained."""
+    counted = rows["loss_mask"]
+    return Normalizer(mode, int(counted.sum()), int(counted.any(-1).sum()), horizon)
 
 
 def connect_rollout(ranks: Ranks, prefix: str) -> None:
@@ -195,25 +204,8 @@ def push_weights(ranks: Ranks, version: int) -> Metrics:
     for index, host in enumerate(ranks.hosts):
         shares[host] = updates[index * width : (index + 1) * width]
     ranks.group.call("load_weights", shares, version=version)
-    return {
-        "push/seconds": Sum(time.perf_counter() - start),
-        "push/bytes": Sum(sum(receipt.written for receipt in receipts)),
-    }
-
-
-def agreement_metrics(ours: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """How far the rollout engine and the trainer are apart on the sampled tokens, at the same weights."""
-    mask = mask.bool()
-    if not mask.any():
-        return {}
-    log_diff = (ours - rollout)[mask].abs()
-    prob_diff = (ours[mask].exp() - rollout[mask].exp()).abs()
-    return {
-        "training/rollout_logprob_diff_max": Max(log_diff.max()),
-        "training/rollout_logprob_diff_mean": Mean(log_diff.sum(), log_diff.numel()),
-        "training/rollout_probs_diff_max": Max(prob_diff.max()),
-        "training/rollout_probs_diff_mean": Mean(prob_diff.sum(), prob_diff.numel()),
-    }
+    # a slice that does not arrive as it was sent ends the run, so getting here means that all checksums agreed
+    return push_metrics(time.perf_counter() - start, sum(receipt.written for receipt in receipts), checksum_ok=True)
 
 
 def _fields(batch: TensorDict, **fields: Tensor) -> TensorDict:

@@ -1,12 +1,16 @@
 """The synchronous loop: sample groups, train on them, push the weights. It reads as the algorithm."""
 
+from dataclasses import replace
 from functools import partial
+
+import torch
+from tensordict import TensorDict
 
 from megatron_dapo.data.batch import to_batch, union
 from megatron_dapo.data.types import Group
 from megatron_dapo.metrics import Metrics, merge
 from megatron_dapo.trainers import report, stages
-from megatron_dapo.trainers.generation import group_values, score_groups
+from megatron_dapo.trainers.generation import component_rewards, group_values, score_groups
 from megatron_dapo.trainers.run import Run
 from megatron_dapo.trainers.validation import validate
 
@@ -30,27 +34,34 @@ def fit(run: Run) -> None:
                 with timer.stage("save_checkpoint"):
                     run.save()
         report.step(run, groups, metrics)
-    if run.stop and config.trainer.save_freq > 0 and run.step not in run.store.steps():
+    if run.stop and run.step not in run.store.steps():
         run.save()
 
 
 def sample_groups(run: Run, step: int) -> tuple[list[Group], Metrics]:
     """Generation batches until `train_batch_size` groups carry a signal (dynamic sampling), in order of arrival."""
     sampler, metric = run.sampler, run.config.algorithm.filter_groups.metric
+    metrics: Metrics = {}
     while count := sampler.need():
         prompts = run.loader.next(count)
         with run.timer.stage("gen"):
             trajectories = run.generate(prompts, run.config.rollout.n, run.sampling, step=step)
         with run.timer.stage("reward"):
             groups = score_groups(run.reward, prompts, trajectories)
-        sampler.add([group for group in groups if group.scores], partial(group_values, metric=metric))
-    return sampler.take(), report.filter_metrics(sampler)
+        scored = [group for group in groups if group.scores]
+        metrics = merge(metrics, report.generation_metrics(scored))
+        sampler.add(scored, partial(group_values, metric=metric), failed=len(groups) - len(scored))
+    groups = sampler.take()
+    return groups, metrics | report.filter_metrics(sampler)
 
 
 def train_on(run: Run, groups: list[Group], step: int) -> Metrics:
     """One training step on whole groups: old and reference log-probs, values, advantages, updates."""
     config, ranks, timer = run.config, run.ranks, run.timer
     batch = to_batch(groups, run.pad_id)
+    if config.algorithm.adv_estimator == "remax":
+        with timer.stage("gen_max"):
+            batch = union(batch, greedy_baselines(run, groups, step))
     with timer.stage("old_log_prob"):
         old, metrics = stages.old_log_prob(ranks, config, batch)
         batch = union(batch, old)
@@ -61,7 +72,8 @@ def train_on(run: Run, groups: list[Group], step: int) -> Metrics:
         with timer.stage("values"):
             batch = union(batch, stages.critic_values(ranks, batch))
     with timer.stage("adv"):
-        batch, adv_metrics = stages.advantages(config, batch, run.kl)
+        components = component_rewards(groups, config.algorithm.gdpo_reward_keys)
+        batch, adv_metrics = stages.advantages(config, batch, run.kl, components)
     if config.derived.critic_enabled:
         with timer.stage("update_critic"):
             metrics = merge(metrics, stages.update_critic(ranks, config, batch, step))
@@ -69,6 +81,16 @@ def train_on(run: Run, groups: list[Group], step: int) -> Metrics:
         with timer.stage("update_actor"):
             metrics = merge(metrics, stages.update_actor(ranks, config, batch, step))
     return merge(merge(metrics, adv_metrics), report.batch_metrics(run, batch, groups))
+
+
+def greedy_baselines(run: Run, groups: list[Group], step: int) -> TensorDict:
+    """`reward_baselines [b]`: the reward of one greedy response to each row's prompt (ReMax)."""
+    prompts = [group.prompt for group in groups]
+    trajectories = run.generate(prompts, 1, replace(run.sampling, temperature=0.0), step=step)
+    greedy = score_groups(run.reward, prompts, trajectories)
+    rewards = [one.scores[0].reward if one.scores else 0.0 for one in greedy]
+    rows = [reward for reward, group in zip(rewards, groups, strict=True) for _ in group.trajectories]
+    return TensorDict({"reward_baselines": torch.tensor(rows)}, batch_size=[len(rows)])
 
 
 def push_weights(run: Run) -> Metrics:

@@ -1,6 +1,6 @@
 """Validation during training: held-out prompts, sampled or greedy, through the same engines and verifiers."""
 
-from megatron_dapo.metrics import Mean, Metrics
+from megatron_dapo.metrics import Metrics, validation_metrics
 from megatron_dapo.trainers.generation import score_groups
 from megatron_dapo.trainers.run import Run
 
@@ -19,8 +19,10 @@ def validate(run: Run) -> Metrics:
             prompts = [run.validation.draw(index, epoch=0) for index in indices]
             trajectories = run.generate(prompts, n, run.validation_sampling, step=-1)
             groups += score_groups(run.reward, prompts, trajectories)
-    metrics: Metrics = {}
-    for source in sorted({group.prompt.data_source for group in groups}):
-        accuracies = [score.acc for g in groups if g.prompt.data_source == source for score in g.scores]
-        metrics[f"val-core/{source}/acc/mean@{n}"] = Mean(sum(accuracies), len(accuracies))
-    return metrics
+    rows = [(group.prompt, score) for group in groups for score in group.scores]
+    return validation_metrics(
+        [prompt.data_source for prompt, _ in rows],
+        [prompt.uid for prompt, _ in rows],
+        {"acc": [score.acc for _, score in rows], "reward": [score.raw for _, score in rows]},
+        [score.extra.get("pred") for _, score in rows],
+    )

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_dapo.algorithms import PolicyLossConfig
+from megatron_dapo.algorithms.correction import RolloutCorrectionConfig
 from megatron_dapo.config import Config
 from megatron_dapo.engine.checkpoint import load_engine, save_engine
 from megatron_dapo.engine.engine import MegatronEngine, StepResult
@@ -98,9 +99,11 @@ class Worker(SupervisedWorker):
         loss_config = policy_loss_config(self.config)
         return [
             engine.train_step(
-                batch.micro_batches, actor_loss(actor, loss_config, batch.normalizer), ["log_probs", *entropy]
+                batch.micro_batches,
+                actor_loss(actor, loss_config, batch.normalizer, fresh=index == 0),
+                ["log_probs", *entropy],
             )
-            for batch in mini_batches
+            for index, batch in enumerate(mini_batches)
         ]
 
     def update_critic(self, mini_batches: list[MiniBatch], *, step: int) -> list[StepResult]:
@@ -206,8 +209,14 @@ def policy_loss_config(config: Config) -> PolicyLossConfig:
         clip_ratio_low=actor.clip_ratio_low,
         clip_ratio_high=actor.clip_ratio_high,
         clip_ratio_c=actor.clip_ratio_c,
+        rollout_correction=correction_config(config),
         **named,
     )
+
+
+def correction_config(config: Config) -> RolloutCorrectionConfig:
+    """The rollout correction of this run, in the words of the algorithms."""
+    return RolloutCorrectionConfig(**config.algorithm.rollout_correction.model_dump(exclude={"preset"}))
 
 
 def start_rollout(config: Config, topology: Topology, rank: int) -> RolloutEngine | None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_dapo.models.architecture import FAMILIES, Architecture
+from megatron_dapo.models.architecture import FAMILIES, Architecture, UnsupportedModel
 from tests.models.hf_models import BASE, CONFIGS, MLA
 
 
@@ -61,7 +61,7 @@ def test_refusals(name, changes, message):
 
 
 def test_directory_without_config(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+    with pytest.raises(UnsupportedModel, match=r"no config\.json"):
         Architecture.from_dir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config("llama")))
     assert Architecture.from_dir(tmp_path).vocab == BASE["vocab_size"] == MLA["vocab_size"]
