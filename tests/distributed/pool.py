@@ -4,6 +4,7 @@ So eight ranks cost one import and a fork each, and nothing (groups, their threa
 case into the next.
 """
 
+import io
 import multiprocessing as mp
 import os
 import tempfile
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+
+import torch
 
 PRELOAD = ["tests.distributed.preload"]
 Pipe = Any
@@ -71,7 +74,7 @@ class RankPool:
                     status, value = "error", f"rank {rank} of {world} died"
                 if status == "error":
                     raise RankError(value)
-                results[rank] = value
+                results[rank] = torch.load(io.BytesIO(value), weights_only=False)
         return results
 
 
@@ -80,7 +83,6 @@ def _rank(pipe: Pipe, function: Callable[..., Any], rank: int, world: int, store
     import warnings
     from datetime import timedelta
 
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -93,7 +95,9 @@ def _rank(pipe: Pipe, function: Callable[..., Any], rank: int, world: int, store
         )
         result = function(*arguments)
         dist.barrier()  # nobody leaves while another still talks to it
-        pipe.send(("ok", result))
+        stream = io.BytesIO()  # plain bytes: tensors sent as such live in this process's memory
+        torch.save(result, stream)
+        pipe.send(("ok", stream.getvalue()))
     except BaseException:
         pipe.send(("error", f"rank {rank} of {world}:\n{traceback.format_exc()}"))
     finally:
