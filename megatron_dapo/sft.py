@@ -23,10 +23,11 @@ def sft(config: Config) -> None:
     arch = bringup.checked_architecture(config)
     driver = bringup.rank() == 0
     rows = read_rows(config)
-    stop = StopRequest().install() if driver else ignore_stop_signals()
+    stop = StopRequest()
+    stop.install() if driver else ignore_stop_signals()
     control = bringup.join_world(config, topology)
     worker = SupervisedWorker(config, arch, topology, rows.total_steps)
-    if not driver:
+    if not driver and control is not None:
         serve(worker, control)
         return
     directory = Path(config.trainer.default_local_dir)

@@ -19,11 +19,12 @@ def train(config: Config) -> None:
     arch = bringup.checked_architecture(config)
     driver = bringup.rank() == 0
     inputs = bringup.read_inputs(config)
-    stop = StopRequest().install() if driver else ignore_stop_signals()
+    stop = StopRequest()
+    stop.install() if driver else ignore_stop_signals()
     control = bringup.join_world(config, topology)
     worker = Worker(config, arch, topology, bringup.rank(), inputs.total_steps)
     try:
-        if driver:
+        if driver or control is None:
             group = bringup.worker_group(worker, control)
             run = bringup.build_run(config, topology, group, inputs, stop)
             stages.connect_rollout(run.ranks, bringup.segment_prefix())

@@ -34,9 +34,9 @@ def load_engine(engine: MegatronEngine, directory: Path) -> None:
     state = dist_checkpointing.load(_state(engine, loading=True), str(directory), strategy)
     for name, chunk in zip(_chunk_names(engine), engine.chunks, strict=True):
         chunk.load_state_dict(state[name])
-    if engine.optimizer is not None:
-        engine.optimizer.load_state_dict(state["optimizer"])
-        engine.scheduler.load_state_dict(state["scheduler"])
+    if engine.training is not None:
+        engine.training.optimizer.load_state_dict(state["optimizer"])
+        engine.training.scheduler.load_state_dict(state["scheduler"])
 
 
 def _replicas() -> dist.ProcessGroup:
@@ -53,8 +53,10 @@ def _state(engine: MegatronEngine, *, loading: bool) -> dict[str, Any]:
         name: chunk.sharded_state_dict(metadata=metadata)
         for name, chunk in zip(_chunk_names(engine), engine.chunks, strict=True)
     }
-    if engine.optimizer is not None:
+    if engine.training is not None:
         model = state if len(engine.chunks) > 1 else state["model"]
-        state["optimizer"] = engine.optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=metadata)
-        state["scheduler"] = engine.scheduler.state_dict()
+        state["optimizer"] = engine.training.optimizer.sharded_state_dict(
+            dict(model), is_loading=loading, metadata=metadata
+        )
+        state["scheduler"] = engine.training.scheduler.state_dict()
     return state

@@ -13,6 +13,8 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
@@ -34,6 +36,15 @@ from megatron_dapo.parallel.topology import Topology
 TokenOutputs = dict[str, Tensor]  # name -> [b, r], each response token's value
 Result = Callable[[Tensor, PackedMicroBatch], tuple[Tensor, Any]]
 LossFunction = Callable[[TokenOutputs, TensorDict], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What an engine has besides its model when it is updated."""
+
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
 
 
 @dataclass(frozen=True)
@@ -66,32 +77,39 @@ class MegatronEngine:
         self.chunks: list[GPTModel] = build_model(arch, self.config, value_head=value_head)
         if hf_dir is not None:
             load_hf(self.chunks, arch, topology, hf_dir, value_head=value_head)
-        self.optimizer = self.scheduler = None
-        self.wrapped: list = list(self.chunks)
-        if optim is not None:
-            self._make_trainable(optim, total_steps)
+        self.wrapped: list[torch.nn.Module] = list(self.chunks)
+        self.training = None if optim is None else self._make_trainable(optim, total_steps)
 
-    def _make_trainable(self, optim: OptimConfig, total_steps: int) -> None:
+    def _make_trainable(self, optim: OptimConfig, total_steps: int) -> Trainable:
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
         )
-        self.wrapped = [
+        wrapped = [
             DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.chunks)
         ]
-        self.optimizer = build_optimizer(self.wrapped, optim, self.config.params_dtype)
-        self.scheduler = build_scheduler(self.optimizer, optim, total_steps)
+        optimizer = build_optimizer(wrapped, optim, self.config.params_dtype)
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.grad_scale_func = optimizer.scale_loss
+        self.wrapped = list(wrapped)
+        return Trainable(wrapped, optimizer, build_scheduler(optimizer, optim, total_steps))
+
+    @property
+    def trainable(self) -> Trainable:
+        """Optimizer and schedule; a forward-only engine has none and says so."""
+        if self.training is None:
+            raise RuntimeError("this engine was built without an optimizer and cannot be updated")
+        return self.training
 
     def set_step(self, step: int) -> None:
         """Learning rate and weight decay of trainer step `step` (from 1)."""
-        self.scheduler.step(step - self.scheduler.num_steps)
+        scheduler = self.trainable.scheduler
+        scheduler.step(step - scheduler.num_steps)
 
     @property
     def lr(self) -> float:
         """The rate of the next optimizer step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.trainable.optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[TensorDict], outputs: Sequence[str]) -> list[TokenOutputs]:
@@ -116,9 +134,10 @@ class MegatronEngine:
 
     def train_step(self, micro_batches: Sequence[TensorDict], loss: LossFunction, outputs: Sequence[str]) -> StepResult:
         """One optimizer step over this rank's share of a mini-batch. `loss` returns its share of the global loss."""
-        for chunk in self.wrapped:
+        optimizer = self.trainable.optimizer
+        for chunk in self.trainable.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         # Megatron divides by the micro-batches of a rank and averages over the data-parallel ranks; undo both.
         scale = len(micro_batches) * mpu.get_data_parallel_world_size()
 
@@ -127,7 +146,7 @@ class MegatronEngine:
             return value * scale, metrics
 
         metrics = self._run(micro_batches, scaled, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = optimizer.step()
         return StepResult(reduce(metrics), float(grad_norm), self.lr)
 
     def _run(self, micro_batches: Sequence[TensorDict], result: Result, forward_only: bool) -> list:
@@ -136,7 +155,9 @@ class MegatronEngine:
         for chunk in self.wrapped:
             chunk.train(not forward_only)
 
-        def forward_step(iterator: Iterator[PackedMicroBatch], model: torch.nn.Module):
+        def forward_step(
+            iterator: Iterator[PackedMicroBatch], model: torch.nn.Module
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]:
             batch = next(iterator)
             output = model(batch.tokens, batch.positions, None, packed_seq_params=_packed_seq_params(batch))
             return output, lambda tensor: result(tensor, batch)

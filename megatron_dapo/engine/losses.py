@@ -4,7 +4,7 @@ A mini-batch fixes its global counts once (`Normalizer`); every micro-batch divi
 does not depend on how rows were split over micro-batches and ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jaxtyping import Bool, Float
@@ -32,7 +32,7 @@ class Normalizer:
     mode: str
     tokens: int
     sequences: int
-    horizon: int | None = None
+    horizon: float | None = None
 
     def __call__(self, loss: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, ""]:
         return aggregate_loss(
@@ -40,10 +40,10 @@ class Normalizer:
         )
 
 
-def _token_means(metrics: dict[str, Tensor | float], mask: Bool[Tensor, "b t"]) -> Metrics:
+def _token_means(metrics: Mapping[str, float], mask: Bool[Tensor, "b t"]) -> Metrics:
     """Means over the tokens of a micro-batch, with their weight, so that merging stays exact."""
     weight = float(mask.sum())
-    return {name: Mean(float(value) * weight, weight) for name, value in metrics.items()}
+    return {name: Mean(value * weight, weight) for name, value in metrics.items()}
 
 
 def _fields(rows: TensorDict, width: int) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ log-probability of response token j sits at position prompt_length - 1 + j of it
 
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from megatron_dapo.models.attention import zigzag_index, zigzag_slice
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """What one forward needs. `t` counts all positions of the micro-batch, `t_cp` those of this context-parallel rank."""
+    """What one forward needs. `t` counts all positions of the micro-batch, `t_cp` those on this rank."""
 
     tokens: Int[Tensor, "1 t_cp"]
     positions: Int[Tensor, "1 t_cp"]
@@ -43,7 +44,7 @@ def _packed_length(lengths: Int[Tensor, "b"], multiple: int) -> Int[Tensor, "b"]
 def pack_rows(
     rows: TensorDict, *, context_parallel: int = 1, context_rank: int = 0, tensor_parallel: int = 1
 ) -> PackedMicroBatch:
-    """Packs `prompts [b, P]`, `responses [b, R]` with their lengths; the last sequence absorbs the alignment padding."""
+    """Packs `prompts [b, P]` and `responses [b, R]`; the last sequence absorbs the alignment padding."""
     prompts, responses = rows["prompts"], rows["responses"]
     prompt_length, response_length = rows["prompt_length"], rows["response_length"]
     width = max(int(response_length.max()), 1)
@@ -89,19 +90,19 @@ class _GatherContext(torch.autograd.Function):
     """All-gather over the context-parallel ranks; every rank computes the same loss, so the gradient is a slice."""
 
     @staticmethod
-    def forward(ctx, local: Float[Tensor, "t_cp *rest"], group) -> Float[Tensor, "t *rest"]:
+    def forward(ctx: Any, local: Float[Tensor, "t_cp *rest"], group: dist.ProcessGroup) -> Float[Tensor, "t *rest"]:
         ctx.rank, ctx.size = group.rank(), local.shape[0]
         out = local.new_empty(local.shape[0] * group.size(), *local.shape[1:])
         dist.all_gather_into_tensor(out, local.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].narrow(0, ctx.rank * ctx.size, ctx.size), None
 
 
 def whole_context(
-    local: Float[Tensor, "t_cp *rest"], micro_batch: PackedMicroBatch, context_group
+    local: Float[Tensor, "t_cp *rest"], micro_batch: PackedMicroBatch, context_group: dist.ProcessGroup
 ) -> Float[Tensor, "t *rest"]:
     """All positions in natural order, from the shares of the context-parallel ranks."""
     if micro_batch.restore is None:
@@ -109,7 +110,9 @@ def whole_context(
     return _GatherContext.apply(local, context_group)[micro_batch.restore]
 
 
-def unpack(local: Float[Tensor, "t_cp"], micro_batch: PackedMicroBatch, context_group) -> Float[Tensor, "b r"]:
+def unpack(
+    local: Float[Tensor, "t_cp"], micro_batch: PackedMicroBatch, context_group: dist.ProcessGroup
+) -> Float[Tensor, "b r"]:
     """Per-position values back to rows: the value of each response token, 0 where there is none."""
     values = whole_context(local, micro_batch, context_group)[micro_batch.gather]
     return torch.where(micro_batch.valid, values, values.new_zeros(()))

@@ -1,1 +1,1 @@
-"""How processes exist: ranks under torchrun or Ray, one driver that calls and workers that serve, and how all of them end."""
+"""How processes exist: ranks under torchrun or Ray, a driver that calls, workers that serve, and how they all end."""

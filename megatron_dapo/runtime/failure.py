@@ -80,10 +80,9 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self._event.is_set()
 
-    def install(self) -> "StopRequest":
+    def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
-        return self
 
     def _handle(self, number: int, frame: object) -> None:
         if self._event.is_set():

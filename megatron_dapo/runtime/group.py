@@ -57,9 +57,10 @@ class TorchrunWorkerGroup:
 
     def call(self, method: str, shares: Sequence[Any] | None = None, **common: Any) -> list[Any]:
         has_share = shares is not None
-        if has_share and len(shares) != self.size:
-            raise ValueError(f"{method}: {len(shares)} shares for {self.size} ranks")
-        messages = [(method, has_share, share, common) for share in (shares or [None] * self.size)]
+        dealt = [None] * self.size if shares is None else list(shares)
+        if len(dealt) != self.size:
+            raise ValueError(f"{method}: {len(dealt)} shares for {self.size} ranks")
+        messages = [(method, has_share, share, common) for share in dealt]
         mine = _scatter(messages, self._control)
         result = _invoke(self._worker, *mine)
         return _gather(result, self._control)

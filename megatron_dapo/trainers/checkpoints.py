@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class CheckpointStore:
         names = (path.name.removeprefix(_PREFIX) for path in self.root.glob(f"{_PREFIX}*") if path.is_dir())
         return sorted(int(name) for name in names if name.isdigit())
 
-    def latest(self, warn=print) -> int | None:
+    def latest(self, warn: Callable[[str], object] = print) -> int | None:
         """The newest step whose files are all there and whole; a damaged one is passed over with a warning."""
         for step in reversed(self.steps()):
             damage = verify(self.path(step))
@@ -93,7 +94,8 @@ def step_of(directory: Path) -> int:
     name = directory.name.removeprefix(_PREFIX)
     if not (directory.is_dir() and directory.name.startswith(_PREFIX) and name.isdigit()):
         raise UserError(
-            f"trainer.resume_from_path={str(directory)!r} is not a checkpoint: give an existing …/{_PREFIX}<step> directory"
+            f"trainer.resume_from_path={str(directory)!r} is not a checkpoint: "
+            f"give an existing …/{_PREFIX}<step> directory"
         )
     return int(name)
 

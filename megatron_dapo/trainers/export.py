@@ -1,4 +1,4 @@
-"""The trained policy in Hugging Face format, and the proof that plain `transformers` computes the same logits from it."""
+"""The trained policy in Hugging Face format, and the proof that plain `transformers` computes the same logits."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def _logit_difference(run: Run, directory: Path, prompts: list[Prompt]) -> list[
 
 
 def megatron_logits(run: Run, token_ids: tuple[int, ...]) -> torch.Tensor:
-    """Logits `[t, padded v]` of one sequence, put together from the tensor-parallel ranks of the last pipeline stage."""
+    """Logits `[t, padded v]` of one sequence, from the tensor-parallel ranks of the last pipeline stage."""
     length = len(token_ids)
     rows = TensorDict(
         {

@@ -4,12 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from megatron_dapo.algorithms import DynamicSampler
-from megatron_dapo.data.types import Group
+from megatron_dapo.data.types import Group, Score, Trajectory
 from megatron_dapo.metrics import (
     Last,
     Metrics,
@@ -103,7 +104,7 @@ def _dump(run: Run, groups: Sequence[Group]) -> None:
                 stream.write(json.dumps(_line(run, group, trajectory, score), ensure_ascii=False) + "\n")
 
 
-def _line(run: Run, group: Group, trajectory, score) -> dict:
+def _line(run: Run, group: Group, trajectory: Trajectory, score: Score) -> dict[str, Any]:
     return {
         "step": run.step,
         "uid": group.prompt.uid,

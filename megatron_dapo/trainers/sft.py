@@ -87,7 +87,8 @@ def train_step(ranks: Ranks, rows: Sequence[SftRow], step: int) -> Metrics:
 def evaluate(run: SftRun) -> Metrics:
     """Mean negative log-likelihood of the held-out responses, per token."""
     total, tokens = 0.0, 0
-    rows = [run.rows.validation[index] for index in range(len(run.rows.validation))]
+    validation = run.rows.validation
+    rows = [validation[index] for index in range(len(validation))] if validation is not None else []
     for start in range(0, len(rows), run.config.sft.batch_size):
         batch = to_rows(rows[start : start + run.config.sft.batch_size])
         logprob = run.ranks.infer(batch, ACTOR, ["log_probs"])["log_probs"]

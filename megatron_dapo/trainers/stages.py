@@ -1,4 +1,4 @@
-"""The stages between samples and updates: each reads fields of the batch and returns only what it adds (see `union`)."""
+"""The stages between samples and updates: each reads fields of the batch and returns what it adds (see `union`)."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ class MiniBatchRows:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks as the stages see them: whom to call, how rows are dealt to them, which of them own a rollout engine."""
+    """The ranks as the stages see them: whom to call, how rows are dealt out, which ranks own a rollout engine."""
 
     group: WorkerGroup
     dispatcher: Dispatcher

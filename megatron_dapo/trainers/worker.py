@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_dapo.algorithms import PolicyLossConfig
 from megatron_dapo.algorithms.correction import RolloutCorrectionConfig
 from megatron_dapo.config import Config
+from megatron_dapo.config.training import OptimConfig
 from megatron_dapo.engine.checkpoint import load_engine, save_engine
 from megatron_dapo.engine.engine import MegatronEngine, StepResult
 from megatron_dapo.engine.losses import Normalizer, actor_loss, critic_loss, supervised_loss
@@ -150,14 +151,14 @@ class Worker(SupervisedWorker):
     def save(self, *, directory: Path) -> None:
         """Every trained role's distributed checkpoint, below `directory`."""
         for role, engine in self.engines.items():
-            if engine.optimizer is not None:
+            if engine.training is not None:
                 (directory / role).mkdir(exist_ok=True)
                 save_engine(engine, directory / role)
 
     def load(self, *, directory: Path) -> None:
         """The inverse of `save`, from any layout."""
         for role, engine in self.engines.items():
-            if engine.optimizer is not None:
+            if engine.training is not None:
                 load_engine(engine, directory / role)
 
     def close(self) -> None:
@@ -175,28 +176,25 @@ def build_engines(
     config: Config, arch: Architecture, topology: Topology, total_steps: int
 ) -> dict[str, MegatronEngine]:
     """The roles that this configuration needs."""
-    common = {
-        "model": config.model,
-        "parallel": config.parallel,
-        "topology": topology,
-        "temperature": config.rollout.temperature,
-    }
-    engines = {
-        ACTOR: MegatronEngine(
-            arch, hf_dir=Path(config.model.path), optim=config.actor.optim, total_steps=total_steps, **common
-        )
-    }
-    if config.derived.reference_needed:
-        engines[REFERENCE] = MegatronEngine(arch, hf_dir=Path(config.derived.ref_path), **common)
-    if config.derived.critic_enabled:
-        engines[CRITIC] = MegatronEngine(
+
+    def engine(path: str, optim: OptimConfig | None = None, value_head: bool = False) -> MegatronEngine:
+        return MegatronEngine(
             arch,
-            hf_dir=Path(config.derived.critic_path),
-            optim=config.critic.optim,
+            config.model,
+            config.parallel,
+            topology,
+            hf_dir=Path(path),
+            optim=optim,
             total_steps=total_steps,
-            value_head=True,
-            **common,
+            value_head=value_head,
+            temperature=config.rollout.temperature,
         )
+
+    engines = {ACTOR: engine(config.model.path, config.actor.optim)}
+    if config.derived.reference_needed:
+        engines[REFERENCE] = engine(config.derived.ref_path)
+    if config.derived.critic_enabled:
+        engines[CRITIC] = engine(config.derived.critic_path, config.critic.optim, value_head=True)
     return engines
 
 
