@@ -124,14 +124,14 @@ def _train(case: Case, hf_dir: str) -> dict[str, Any]:
     found: dict[str, Any] = {"log_probs": {}, "gradients": None}
     for j, values in enumerate(outputs):
         found["log_probs"][dp + j * size] = values["log_probs"]
-    step = engine.optimizer.step
+    step = engine.trainable.optimizer.step
 
     def keep_gradients() -> Any:
         if found["gradients"] is None:
             found["gradients"] = boxes(layout, full_gradients(engine))
         return step()
 
-    engine.optimizer.step = keep_gradients
+    engine.trainable.optimizer.step = keep_gradients
     found["loss"], found["grad_norm"] = [], []
     for number in range(STEPS):
         engine.set_step(number + 1)
@@ -160,7 +160,7 @@ def full_gradients(engine: Any) -> dict[str, Tensor]:
     from megatron_dapo.models.storage import unwrap
 
     found = {}
-    for number, chunk in enumerate(engine.wrapped):
+    for number, chunk in enumerate(engine.trainable.chunks):
         for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
             over = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:

@@ -40,16 +40,16 @@ def _steps_after_loading(hf_dir):
     rows = make_rows(211, even=True)
     first = _engine(hf_dir, lr=1e-3)
     first.train_step([rows], weighted_loss(100), ["log_probs", "entropy"])
-    state = [part.state_dict() for part in first.optimizer.chained_optimizers]
+    state = [part.state_dict() for part in first.trainable.optimizer.chained_optimizers]
     destroy(world=False)
     second = _engine(hf_dir, lr=1e-3)
-    for part, loaded in zip(second.optimizer.chained_optimizers, state, strict=True):
+    for part, loaded in zip(second.trainable.optimizer.chained_optimizers, state, strict=True):
         part.load_state_dict(loaded)
         for values in part.optimizer.state.values():  # what load_parameter_state would fill
             values["exp_avg"].zero_(), values["exp_avg_sq"].zero_()
     second.train_step([rows], weighted_loss(100), ["log_probs", "entropy"])
     return sorted(
-        {float(v["step"]) for part in second.optimizer.chained_optimizers for v in part.optimizer.state.values()}
+        {float(v["step"]) for part in second.trainable.optimizer.chained_optimizers for v in part.optimizer.state.values()}
     )
 
 
@@ -69,7 +69,7 @@ def _decayed(hf_dir):
 
 
 def _optimizer_parts(hf_dir, parallel):
-    return len(_engine(hf_dir, parallel).optimizer.chained_optimizers)
+    return len(_engine(hf_dir, parallel).trainable.optimizer.chained_optimizers)
 
 
 def _gradient_errors():
