@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dapo.cli import checkpoints
 from megatron_dapo.config import load_config, split_words, translate_verl
 from megatron_dapo.config.compose import CONFIG_DIR_VARIABLE
 from megatron_dapo.errors import UserError
@@ -151,6 +152,23 @@ def _moe(args: Arguments) -> int:
     return 0
 
 
+def _plan_arguments(parser: Parser) -> None:
+    parser.add_argument("words", nargs="*", metavar="key=value",
+                        help="the run's overrides; device=H100, gpus=N, assume.NAME=x; or first the word reshard")  # fmt: skip
+    parser.add_argument("--search", action="store_true", help="rank all legal layouts of this model and world")
+    parser.add_argument("--limit", type=int, default=10, help="layouts that --search shows")
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
+
+
+def _plan(args: Arguments) -> int:
+    from megatron_dapo.planner.command import plan_command
+
+    shown, works = plan_command(args.words, as_json=args.json, search=args.search, limit=args.limit, html=args.html)
+    print(shown, end="")
+    return 0 if works else 1
+
+
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         "the whole line in minutes: data, warm start, DAPO, evaluation, Hugging Face export",
@@ -181,6 +199,29 @@ COMMANDS: dict[str, Command] = {
     "moe": Command(
         "a run's expert load, and what other placements of the experts would cost",
         _moe_arguments, _moe, "example: megatron-dapo moe runs/demo --gpus 128 --gpus-per-node 8",
+    ),
+    "convert": Command(
+        "checkpoints between Hugging Face, Megatron and GGUF",
+        checkpoints.convert_arguments, checkpoints.convert,
+        "examples: megatron-dapo convert smollm2 models/SmolLM2-135M-Instruct\n"
+        "          megatron-dapo convert to-hf runs/demo/checkpoints/global_step_200/actor OUT --like runs/demo/hf",
+    ),
+    "inspect": Command(
+        "every tensor of a checkpoint: shape, dtype, where it lies",
+        checkpoints.inspect_arguments, checkpoints.inspect, "example: megatron-dapo inspect runs/demo/hf",
+    ),
+    "verify": Command(
+        "compare two checkpoints tensor by tensor",
+        checkpoints.verify_arguments, checkpoints.verify,
+        "example: megatron-dapo verify runs/demo/hf runs/demo/checkpoints/global_step_200/actor",
+    ),
+    "plan": Command(
+        "a run's memory, traffic and time before it starts, and the layouts that fit; or a weight push's bytes",
+        _plan_arguments, _plan,
+        "examples: megatron-dapo plan recipe=dapo_qwen2_5_32b\n"
+        "          megatron-dapo plan --search model=qwen3-235b-a22b device=H200 gpus=128\n"
+        "          megatron-dapo plan reshard model=qwen3-30b-a3b train.world=128 train.tp=4 train.pp=4 train.ep=8 "
+        "rollout.tp=8 rollout.engines=16 --json",
     ),
     "config": Command(
         "print the resolved configuration, or what is wrong with it",

@@ -44,6 +44,8 @@ class DataConfig(Section):
     """Column that holds the chat."""
     system_prompt: str | None = None
     """Put before every chat that has no system message."""
+    apply_chat_template: bool = True
+    """false: the model continues the bare text of the turns (base models, few-shot prompts)."""
     chat_template_kwargs: dict[str, Any] = {}
     """Passed to the tokenizer's chat template, e.g. {enable_thinking: false}."""
     train_max_samples: Every = -1

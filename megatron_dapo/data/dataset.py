@@ -28,6 +28,7 @@ class PromptOptions:
     prompt_key: str = "prompt"
     system_prompt: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    apply_chat_template: bool = True
 
 
 class PromptDataset:
@@ -48,7 +49,8 @@ class PromptDataset:
         """`max_samples` keeps the first rows only (-1: all). Raises DataError for anything wrong with files or rows."""
         if options.truncation not in chat.TRUNCATIONS:
             raise DataError(f"data.truncation={options.truncation!r} must be one of {', '.join(chat.TRUNCATIONS)}")
-        chat.require_chat_template(tokenizer)
+        if options.apply_chat_template:
+            chat.require_chat_template(tokenizer)
         paths = [part for file in files for part in expand(Path(file))]
         if not paths:
             raise DataError("no data files: set data.train_files (and data.val_files)")
@@ -74,7 +76,7 @@ class PromptDataset:
         source = int(self._rows[index])
         row = self._row(source)
         messages = self._messages(row, source)
-        ids = chat.encode(self.tokenizer, chat.render(self.tokenizer, messages, self.options.chat_template_kwargs))
+        ids = chat.encode(self.tokenizer, self._text(messages))
         reward_model = row["reward_model"]
         return Prompt(
             uid=f"{epoch}-{index}-{attempt}",
@@ -106,6 +108,12 @@ class PromptDataset:
             raise DataError(f"{where}: {key} must be a list of turns with role and content, got {str(prompt)[:200]}")
         return chat.with_system_prompt(prompt, self.options.system_prompt)
 
+    def _text(self, messages: chat.Messages) -> str:
+        """What the model continues: the rendered conversation, or the bare text of its turns."""
+        if not self.options.apply_chat_template:
+            return "".join(message["content"] for message in messages)
+        return chat.render(self.tokenizer, messages, self.options.chat_template_kwargs)
+
     def _check_lengths(self, rows: np.ndarray) -> np.ndarray:
         """Rows that fit. A text of fewer bytes than the limit has no more tokens, so most rows are never encoded."""
         limit = self.options.max_prompt_length
@@ -114,7 +122,7 @@ class PromptDataset:
         for start, chunk in self._chunks(len(rows)):
             texts = {}
             for source, row in enumerate(chunk, start):
-                text = chat.render(self.tokenizer, self._messages(row, source), self.options.chat_template_kwargs)
+                text = self._text(self._messages(row, source))
                 if len(text.encode()) > limit:
                     texts[source] = text
             for source, length in zip(texts, _lengths(self.tokenizer, list(texts.values())), strict=True):

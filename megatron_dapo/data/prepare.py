@@ -6,7 +6,7 @@ Everything streams: memory holds one batch of rows and a short digest per distin
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dapo.data import chat
 from megatron_dapo.data.arithmetic import Arithmetic, write_arithmetic
 from megatron_dapo.data.card import DataCard, FileCard, Lengths
+from megatron_dapo.data.comparison import Comparison, write_comparison
 from megatron_dapo.data.dedup import Deduplicator
 from megatron_dapo.data.errors import DataError
 from megatron_dapo.data.schema import PROMPT_SCHEMA, prompt_row
@@ -40,7 +41,7 @@ def prepare(
 ) -> DataCard:
     """Write the data set `name` under the directory `output`, with `<name>.card.json`, and return the card.
 
-    `name` is a key of SOURCES, `arithmetic`, `reasoning-gym:<task>`, or the path of any file or directory in the
+    `name` is a key of SOURCES or GENERATED, `reasoning-gym:<task>`, or the path of any file or directory in the
     schema. `source` is a local copy to read instead of the hub. Options for every set: `tokenizer` (a Hugging Face
     directory; lengths are then counted in tokens) and `max_prompt_length`; the generated sets take their own.
     Raises DataError when something is missing, malformed, or already there and `overwrite` is false.
@@ -49,8 +50,8 @@ def prepare(
     wanted = {key: _literal(value) for key, value in (options or {}).items()}
     lengths = _Lengths(wanted.pop("tokenizer", None), int(wanted.pop("max_prompt_length", DEFAULT_LIMIT)))
     label = Path(name).name if "/" in name and not name.startswith(REASONING_PREFIX) else name.replace(":", "-")
-    if name == "arithmetic":
-        origin, plan = "generator", _arithmetic(output, wanted, overwrite)
+    if name in GENERATED:
+        origin, plan = "generator", _write_generated(name, output, wanted, overwrite)
     elif name.startswith(REASONING_PREFIX):
         origin, plan = "reasoning-gym", _reasoning_gym(name.removeprefix(REASONING_PREFIX), output, wanted)
     elif name in SOURCES:
@@ -62,10 +63,10 @@ def prepare(
         origin, plan = name, {output / f"{Path(name).stem}.parquet": _local(Path(name))}
     else:
         raise DataError(
-            f"no data set {name!r}: use {', '.join(SOURCES)}, arithmetic, {REASONING_PREFIX}<task>, or a file's path"
+            f"no data set {name!r}: use {', '.join([*SOURCES, *GENERATED])}, {REASONING_PREFIX}<task>, or a file's path"
         )
     for path in plan:
-        if path.exists() and not overwrite and name != "arithmetic":
+        if path.exists() and not overwrite and name not in GENERATED:
             raise DataError(f"{path} already exists; remove it or ask to overwrite it")
     cards = [_write(path, batches, lengths) for path, batches in plan.items()]
     card = DataCard(label, origin, cards, dict(options or {}), round(time.monotonic() - began, 2))
@@ -95,12 +96,18 @@ def _local(path: Path) -> Iterator[pa.RecordBatch]:
             yield batch
 
 
-def _arithmetic(output: Path, wanted: dict[str, Any], overwrite: bool) -> Plan:
-    known = {field.name for field in fields(Arithmetic)}
-    _only(wanted, known, "arithmetic")
+GENERATED: dict[str, tuple[type, Callable[[Path, Any], dict[str, Path]]]] = {
+    "arithmetic": (Arithmetic, write_arithmetic),
+    "number-comparison": (Comparison, write_comparison),
+}
+
+
+def _write_generated(name: str, output: Path, wanted: dict[str, Any], overwrite: bool) -> Plan:
+    options, write = GENERATED[name]
+    _only(wanted, {field.name for field in fields(options)}, name)
     if (output / "train.parquet").exists() and not overwrite:
         raise DataError(f"{output}/train.parquet already exists; remove it or ask to overwrite it")
-    paths = write_arithmetic(output, Arithmetic(**wanted))
+    paths = write(output, options(**wanted))
     return {paths[split]: list(_local(paths[split])) for split in ("train", "val")}
 
 

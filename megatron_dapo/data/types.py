@@ -1,4 +1,4 @@
-"""The objects that flow from the prompt file to the batch: a prompt, its trajectories, their scores, and the group of all three."""
+"""What flows from the prompt file to the batch: a prompt, its trajectories, their scores, the group of all three."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Prompt:
-    """One drawn prompt. `uid` names the draw (epoch, index, attempt), so the same question drawn twice is two groups."""
+    """One drawn prompt. `uid` names the draw (epoch, index, attempt): a question drawn twice is two groups."""
 
     uid: str
     epoch: int

@@ -101,6 +101,7 @@ def read_inputs(config: Config) -> Inputs:
         prompt_key=data.prompt_key,
         system_prompt=data.system_prompt,
         chat_template_kwargs=data.chat_template_kwargs,
+        apply_chat_template=data.apply_chat_template,
     )
     train = PromptDataset(data.train_files, tokenizer, options, max_samples=data.train_max_samples)
     validation = None
