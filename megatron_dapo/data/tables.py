@@ -14,6 +14,7 @@ import pyarrow.parquet
 from megatron_dapo.data.errors import DataError
 
 BATCH_ROWS = 16_384
+BUFFER_BYTES = 1 << 20
 JSON_BLOCK_BYTES = 4 << 20
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -39,8 +40,7 @@ def stream(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Reco
     """Read one file batch by batch; only one batch is in memory at a time."""
     try:
         if path.suffix in PARQUET_SUFFIXES:
-            with pa.parquet.ParquetFile(path) as file:
-                yield from file.iter_batches(BATCH_ROWS, columns=None if columns is None else list(columns))
+            yield from _parquet(path, None if columns is None else list(columns))
         elif path.suffix in JSON_SUFFIXES:
             options = pa.json.ReadOptions(block_size=JSON_BLOCK_BYTES)
             with pa.json.open_json(path, read_options=options) as reader:
@@ -54,6 +54,13 @@ def stream(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Reco
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         kind = path.suffix[1:]
         raise DataError(f"cannot read {path}: it is corrupt, truncated or not a {kind} file ({error})") from error
+
+
+def _parquet(path: Path, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+    """Row group by row group through a small buffer: otherwise Arrow fetches whole files or groups ahead."""
+    with pa.parquet.ParquetFile(path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+        for group in range(file.num_row_groups):
+            yield from file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
 
 
 def column_names(path: Path) -> list[str]:
