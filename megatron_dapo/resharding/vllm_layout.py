@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from torch import Tensor, nn
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -68,8 +69,8 @@ def model_layout(model: nn.Module, directory: str) -> VllmLayout:
     names = fused_names(model)
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue  # a tied head is the embedding
+            if id(parameter) in seen or isinstance(module, MLAAttention):
+                continue  # a tied head is the embedding; latent attention's own are derived from `kv_b_proj`
             seen.add(id(parameter))
             try:
                 found = list(parameter_slices(path, module, leaf, parameter, names))
@@ -107,7 +108,7 @@ def parameter_slices(
         yield from row_slices([Part(storage, index.org_vocab_start_index, rows, 0)], storage, (module.embedding_dim,))
     elif isinstance(module, LinearBase) and leaf in ("weight", "bias"):
         yield from linear_slices(path, module, leaf, storage, names)
-    elif isinstance(module, LinearBase | VocabParallelEmbedding) or sharded(parameter):
+    elif sharded(parameter):
         raise Unknown
     else:
         yield Slice(storage, (0,) * parameter.ndim, tuple(parameter.shape), storage, (0,) * parameter.ndim)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -83,7 +84,10 @@ class RolloutEngine:
         return self._ready.result(timeout)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list["Future[Generation]"]:
-        """Queue requests and return one future each, in order. They finish whenever their sample does."""
+        """Queue requests and return one future each, in order, at once. They finish whenever their sample does.
+
+        A submission that vLLM refuses fails as a whole: each of its futures raises EngineError.
+        """
         futures: dict[str, Future[Generation]] = {request.request_id: Future() for request in requests}
         with self._state:
             self._raise_if_dead()
@@ -91,14 +95,18 @@ class RolloutEngine:
             if taken is not None or len(futures) < len(requests):
                 raise ValueError(f"{self.spec.name}: request id {taken or '(in this call)'} is used twice")
             self._generations.update(futures)
-        try:
-            self._call("submit", pack_requests(requests)).result()
-        except BaseException:
-            with self._state:
-                for request_id in futures:
-                    self._generations.pop(request_id, None)
-            raise
+        self._call("submit", pack_requests(requests)).add_done_callback(partial(self._refuse, futures))
         return list(futures.values())
+
+    def _refuse(self, futures: dict[str, "Future[Generation]"], answer: "Future[Any]") -> None:
+        error = answer.exception()
+        if error is None:
+            return
+        for request_id, future in futures.items():
+            with self._state:
+                self._generations.pop(request_id, None)
+            if not future.done():
+                future.set_exception(error)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Sample every request; results in the order of the requests."""
@@ -106,8 +114,11 @@ class RolloutEngine:
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (None: all); their futures get what was sampled, with finish_reason "abort"."""
-        ids = None if request_ids is None else list(request_ids)
-        return self._call("abort", ids).result()
+        return self.abort_soon(request_ids).result()
+
+    def abort_soon(self, request_ids: Sequence[str] | None = None) -> "Future[int]":
+        """Like `abort`, without waiting. The result is how many of them were still running."""
+        return self._call("abort", None if request_ids is None else list(request_ids))
 
     def pause(self) -> None:
         """Stop decoding and keep every request where it is."""

@@ -4,17 +4,19 @@ Running vLLM here, and not beside Megatron, keeps the two uses of torch.distribu
 happens between steps, so a weight update sees no half-computed token and needs no locks.
 """
 
+import gc
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megatron_dapo.rollout.requests import Generation, GenerationRequest
+from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampling
 from megatron_dapo.rollout.spec import EngineSpec, vllm_arguments
 from megatron_dapo.rollout.wire import pack_generations, unpack_requests
 
@@ -50,18 +52,34 @@ class Server:
             raise RuntimeError(f"the last weight update failed, so this engine generates nothing more: {self.broken}")
         added: list[str] = []
         try:
-            for request in unpack_requests(packed):
-                prompt = {"prompt_token_ids": list(request.prompt_ids)}
-                added.append(
-                    self.engine.add_request(
-                        request.request_id, prompt, sampling_params(request), priority=request.priority
-                    )
-                )
-                self.internal_ids[request.request_id] = added[-1]
+            for request in self._core_requests(unpack_requests(packed)):
+                self.engine.output_processor.add_request(request, None, None, 0)
+                added.append(request.request_id)
+                self.internal_ids[request.external_req_id] = request.request_id
+                self.engine.engine_core.add_request(request)
         except Exception:  # all of a submission is accepted or none
             self.engine.abort_request(added, internal=True)
             self.internal_ids = {k: v for k, v in self.internal_ids.items() if v not in added}
             raise
+
+    def _core_requests(self, requests: list[GenerationRequest]) -> Iterator[Any]:
+        """vLLM's request objects. Its checks and conversions, most of the cost, run once per prompt and sampling."""
+        from vllm.inputs import tokens_input
+
+        processor, tasks = self.engine.input_processor, self.engine.get_supported_tasks()
+        templates: dict[tuple[Any, ...], Any] = {}
+        for request in requests:
+            key = (request.prompt_ids, request.sampling, request.priority)
+            if key not in templates:
+                prompt = tokens_input(list(request.prompt_ids))
+                params = sampling_params(request.sampling)
+                templates[key] = processor.process_inputs("", prompt, params, tasks, priority=request.priority)
+            made = copy(templates[key])
+            made.request_id = request.request_id
+            made.sampling_params = copy(made.sampling_params)
+            made.sampling_params.seed = request.seed
+            processor.assign_request_id(made)
+            yield made
 
     def step(self) -> None:
         for output in self.engine.step():
@@ -117,11 +135,10 @@ class Server:
             core.resume_scheduler()
 
 
-def sampling_params(request: GenerationRequest) -> Any:
+def sampling_params(wanted: Sampling) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    wanted = request.sampling
     return SamplingParams(
         temperature=wanted.temperature,
         top_p=wanted.top_p,
@@ -130,7 +147,6 @@ def sampling_params(request: GenerationRequest) -> Any:
         stop=list(wanted.stop),
         stop_token_ids=list(wanted.stop_token_ids),
         ignore_eos=wanted.ignore_eos,
-        seed=request.seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(wanted.stop),
@@ -176,7 +192,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def serve(connection: Connection, server: Server) -> None:
     """Answer commands and step the engine until the owner says close or is gone."""
     while True:
-        while connection.poll(0 if server.busy else None):
+        while connection.poll(0 if server.busy or server.results else None):
             command, ticket, arguments = connection.recv()
             if command == "close":
                 return
@@ -213,6 +229,8 @@ def main() -> None:
     code = 0
     try:
         server = Server(spec)
+        gc.collect()
+        gc.freeze()  # vLLM's objects live as long as we do: looking through them again and again costs decoding time
         connection.send(("ready", None, server.describe()))
         serve(connection, server)
         server.engine.engine_core.shutdown()

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_dapo.resharding.vllm_plugin import BACKEND
 
 CPU_BLOCK_SIZE = 32  # vLLM's CPU default of 128 never finds a shared prefix in short prompts
 EXTENSION = "megatron_dapo.resharding.vllm_worker.WorkerExtension"
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])  # our child must find this package wherever we were started
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCHER_NAMES = {
     "RANK",
@@ -51,6 +53,7 @@ class EngineSpec:
 def environment(spec: EngineSpec, on_cpu: bool, parent: Mapping[str, str]) -> dict[str, str]:
     """The environment of the engine's process: the parent's, without its launcher's ranks, with vLLM's settings."""
     env = {k: v for k, v in parent.items() if k not in LAUNCHER_NAMES and not k.startswith(LAUNCHER_PREFIXES)}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (PACKAGE_ROOT, env.get("PYTHONPATH"))))
     env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     env.setdefault("HF_HUB_OFFLINE", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
