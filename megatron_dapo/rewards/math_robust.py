@@ -36,15 +36,22 @@ _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|boxed|fbox|mbox|operatorname|bm|boldsymbol)\s?\{"
 )
 _WORDS = re.compile(
-    r"(?<=[\d}])((?:\s|\\[,;:! ]|~)*)([A-Za-z]{1,20}\.?(?:[ /]{1,3}[A-Za-z]{1,20}\.?){0,2})\s*(?:\^\s?\{?[23]\}?)?$"
+    r"(?:(?<=[\d})\]])|(?<=\\pi))((?:\s|\\[,;:! ]|~)*)"
+    r"([A-Za-z]{1,20}\.?(?:[ /]{1,3}[A-Za-z]{1,20}\.?){0,2})\s*(?:\^\s?\{?[23]\}?)?$"
 )
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?P<mark>,|\{,\}|\\,|\\!|,\\!| )\d{3}(?:(?P=mark)\d{3}){0,40}(?:\.\d+)?")
 _SHORT_FRAC = re.compile(r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})")
 _SHORT_SQRT = re.compile(r"\\sqrt\s*(\d|[A-Za-z])")
 _PLAIN_SQRT = re.compile(r"(?<![\\a-z])sqrt\s?\(([^()]{1,100})\)")
 _PLAIN_PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
-_ZEROS = re.compile(r"(?<![\d.])0+(?=\d)")
+_ZEROS = re.compile(r"(?<![\d.,}])0+(?=\d)")
 _DELIMITERS = re.compile(r"\\?[$\u20ac\u00a3\u00a5]|\\[()\[\]]")
+_SEVERAL = re.compile(r"[,;]|\\(?:ne|le|ge|quad)|\b(?:or|and|if|when|for)\b")
+_FILLER = re.compile(
+    r"(?:(?:(?:the|final|answer|result|value|total|sum|is|are|equals|exactly|so|thus|therefore)\b[\s:]*)+|an?\s)"
+    r"(?=[-+.\\(\[{\d])",
+    re.IGNORECASE,
+)
 _ONE_FORMULA = re.compile(r"([^$]{0,200})\$([^$]{1,400})\$([^$]{0,200})")
 _ASSIGNMENT = re.compile(
     r"\s*(?:[A-Za-z]|\\[a-z]{2,8})(?:_\w|_\{\w{1,4}\})?(?:\([A-Za-z,\s]{1,8}\))?\s*(?:=|\\approx|:=)\s*"
@@ -56,7 +63,8 @@ pounds mm cm dm km m in inch inches ft foot feet yd yard yards mi mile miles met
 kilometers centimeter centimeters g kg mg gram grams kilogram kilograms lb lbs oz ounce ounces liter liters litre
 litres ml l s sec secs second seconds min mins minute minutes h hr hrs hour hours day days week weeks month months year
 years mph kph kmh per way ways point points digit digits integer integers solution solutions value values number
-numbers student students people person persons item items time times edge edges side sides meal meals multiple multiples
+numbers student students people person persons item items time times edge edges sides meal meals multiple multiples
+st nd rd th
 """
 _UNITS = frozenset(_UNIT_WORDS.split())
 _CHANGING = """
@@ -71,10 +79,10 @@ _SYMBOLS = re.compile(r"[A-Za-z](?:[-+*/^()A-Za-z]{0,40}[-+*/^()][-+*/^()A-Za-z]
 def verify(solution: str, ground_truth: str) -> Verdict | Pending:
     """Score 1 or -1, or what only algebra can tell."""
     raw = final_answer(solution)
-    prediction = "" if raw == INVALID else clean(raw)
+    truth, number = _truth(ground_truth)
+    prediction = "" if raw == INVALID else clean(raw, value="=" not in truth)
     if not prediction:
         return signed(False, INVALID)
-    truth, number = _truth(ground_truth)
     if prediction == truth:
         return signed(True, prediction)
     value = parse_number(prediction)
@@ -91,23 +99,27 @@ def _truth(ground_truth: str) -> tuple[str, Fraction | None]:
     return text, parse_number(text)
 
 
-def clean(answer: str) -> str:
-    """The canonical text of one answer: no decoration, no units, no separators, no leading zeros."""
+def clean(answer: str, *, value: bool = False) -> str:
+    """The canonical text of one answer: no decoration, no units, no separators, no leading zeros.
+
+    With `value` the answer is known to be no equation, so that of `2+3=5` only the 5 is kept.
+    """
     if len(answer) > LONGEST_ANSWER:
         return ""
     text = answer.strip()
     if not (text.isdigit() and text.isascii()):
-        text = _plain(text)
+        text = _plain(text, value)
     return _ZEROS.sub("", text)
 
 
-def _plain(text: str) -> str:
+def _plain(text: str, value: bool) -> str:
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATED))
     text = text.replace("**", "").replace("__", "").replace("`", "")
     text = _formula_in_words(_unwrap(text))
     text = _without_quotes(_DELIMITERS.sub("", text).strip())
-    if match := _ASSIGNMENT.match(text):
+    if match := _FILLER.match(text):
         text = text[match.end() :]
+    text = _right_side(text, value)
     text = _without_unit(text.replace("^{\\circ}", "").replace("^\\circ", ""))
     text = text.replace("\\%", "").rstrip("% ").strip()
     if _GROUPED.fullmatch(text):
@@ -118,10 +130,20 @@ def _plain(text: str) -> str:
     return _joined(text)
 
 
+def _right_side(text: str, value: bool) -> str:
+    """What `x =` or, with `value`, a chain of equalities ends in. Several statements in one answer stay as they are."""
+    left, equals, right = text.rpartition("=")
+    whole = left.count("{") == left.count("}")  # the sign is no part of \\sum_{k=1}
+    if value and whole and equals and right.strip() and left[-1:] not in "<>!" and not _SEVERAL.search(left):
+        return right.strip()
+    match = _ASSIGNMENT.match(text)
+    return text[match.end() :] if match else text
+
+
 def _without_quotes(text: str) -> str:
     """Without closing punctuation and the pair of quotes around it; a lone quote may be a prime."""
     for _ in range(2):
-        text = text if text.endswith("...") else text.rstrip(".,;: \t\r\n")
+        text = text if text.endswith("...") else text.rstrip(".,;: \\\t\r\n")
         if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
             text = text[1:-1].strip()
     return text
@@ -148,7 +170,7 @@ def _unwrap(text: str) -> str:
 def _formula_in_words(text: str) -> str:
     """The one formula of a sentence such as "the area is $12$ units", unless its words change the value."""
     match = _ONE_FORMULA.fullmatch(text)
-    if match is None or re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", match[2]):
+    if match is None or re.search(r"\s.*(?<![\\A-Za-z])[A-Za-z]{3,}", match[2].strip()):
         return text
     words = re.findall(r"[a-z]+", f"{match[1]} {match[3]}".lower())
     if _CHANGING_WORDS.intersection(words) or re.search(r"\d", match[1] + match[3]):
