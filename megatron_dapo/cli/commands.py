@@ -154,7 +154,7 @@ def _moe(args: Arguments) -> int:
 
 def _plan_arguments(parser: Parser) -> None:
     parser.add_argument("words", nargs="*", metavar="key=value",
-                        help="the run's overrides; device=H100, gpus=N, assume.NAME=x; or first the word reshard")  # fmt: skip
+                        help="the run's overrides, device=H100, gpus=N, assume.NAME=x; or reshard …")  # fmt: skip
     parser.add_argument("--search", action="store_true", help="rank all legal layouts of this model and world")
     parser.add_argument("--limit", type=int, default=10, help="layouts that --search shows")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes and seconds")

@@ -1,0 +1,157 @@
+"""What every pipeline stage's ranks hold in every phase of a step, in bytes, against what the device has."""
+
+from dataclasses import dataclass
+
+from megatron_dapo.config import Config
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.planner.activations import FP32, Pack, chunks_in_flight, head_bytes, layer_bytes
+from megatron_dapo.planner.assumptions import Assumptions
+from megatron_dapo.planner.devices import Device
+from megatron_dapo.planner.parameters import Parameters, engine_parameters, rank_parameters
+from megatron_dapo.planner.stages import stage_shape
+from megatron_dapo.planner.workload import Workload
+
+ITEM = {"bfloat16": 2, "float32": 4}
+PHASES = ("rollout", "log_prob", "update", "push")
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """What a trained role keeps between micro-batches. Gradients are float32; main weights and both moments too."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    def __add__(self, other: "RoleMemory") -> "RoleMemory":
+        return RoleMemory(
+            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One pipeline stage's ranks: elements of the actor, its state, activations, logits, and the peak of each phase."""
+
+    pp: int
+    layers: int
+    elements: Parameters
+    actor: RoleMemory
+    others: RoleMemory  # critic and reference
+    activations: float
+    logits: float
+    phases: dict[str, float]
+
+    @property
+    def peak(self) -> float:
+        return max(self.phases.values())
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """A rollout rank: weights, what is left for keys and values, and how much that holds."""
+
+    weights: float
+    kv_bytes_per_token: float
+    kv_room: float  # negative: the weights do not fit into the engine's share
+    kv_tokens: int
+    longest_sequences: int  # of max_model_len tokens, at once
+    budget: float
+
+
+def role_memory(elements: Parameters, topology: Topology, dtype: str) -> RoleMemory:
+    """A trained role under the distributed optimizer. In float32 the main weights are the parameters themselves."""
+    item, moments = ITEM[dtype], 8 if dtype == "float32" else 12
+    dense, expert = elements.dense, elements.expert
+    sharded = dense / (topology.data * topology.context) + expert / topology.expert_data
+    return RoleMemory(elements.total * item, FP32 * (dense + expert), moments * sharded)
+
+
+def stage_activations(
+    config: Config, arch: Architecture, topology: Topology, pp: int, pack: Pack, micro_batches: int, assume: Assumptions
+) -> tuple[float, float]:
+    """(bytes kept over the micro-batches in flight, bytes of the largest single layer while it is computed)."""
+    model = config.model
+    recomputed = frozenset(model.recompute_modules) if model.recompute == "selective" else frozenset()
+    stage = stage_shape(arch, topology, pp)
+    kinds = {True: stage.moe, False: stage.dense}
+    each = {
+        kind: layer_bytes(arch, topology, pack, kind, recomputed, assume.imbalance) if count else 0.0
+        for kind, count in kinds.items()
+    }
+    if model.recompute == "full":
+        kept = stage.layers * pack.input_bytes(arch)
+    else:
+        kept = sum(count * each[kind] for kind, count in kinds.items())
+    return kept * chunks_in_flight(topology, pp, micro_batches), max(each.values())
+
+
+def stage_memory(
+    config: Config, arch: Architecture, topology: Topology, pp: int, load: Workload, engine: EngineMemory,
+    assume: Assumptions, fused: bool = True,
+) -> StageMemory:  # fmt: skip
+    """Everything that a rank of stage `pp` holds, phase by phase (a colocated, synchronous step)."""
+    sequence = config.parallel.sequence_parallel is not False and topology.tensor > 1
+    pack = Pack.of(load.max_tokens, topology, sequence, ITEM[config.model.dtype], fused)
+    micro_batches = load.micro_batches(topology.data)
+    kept, single = stage_activations(config, arch, topology, pp, pack, micro_batches, assume)
+    shape = stage_shape(arch, topology, pp)
+    deferred = bool(assume.deferred_head)
+    logits = head_bytes(arch, topology, pack, deferred, training=True) if shape.head else 0.0
+    elements = rank_parameters(arch, topology, pp)
+    actor, others = role_memory(elements, topology, config.model.dtype), RoleMemory()
+    if config.derived.critic_enabled:
+        others += role_memory(rank_parameters(arch, topology, pp, value_head=True), topology, config.model.dtype)
+    if config.derived.reference_needed and not config.ref.offload_param:
+        others += RoleMemory(parameters=actor.parameters)
+    activations = kept + (single if config.model.recompute == "full" else 0.0)
+    forward = 2 * single + (head_bytes(arch, topology, pack, deferred, training=False) if shape.head else 0.0)
+    working = {"log_prob": forward, "update": activations + logits}
+    phases = phase_peaks(config, actor, others, working, engine, assume)
+    return StageMemory(pp, shape.layers, elements, actor, others, activations, logits, phases)
+
+
+def phase_peaks(
+    config: Config, actor: RoleMemory, others: RoleMemory, working: dict[str, float], engine: EngineMemory,
+    assume: Assumptions,
+) -> dict[str, float]:  # fmt: skip
+    """The peak of every phase: who is on the device in it, under `actor.offload` and with a sleeping engine or not."""
+    away = config.actor.offload
+    state = (0.0 if away.grad else actor.gradients) + (0.0 if away.optimizer else actor.optimizer)
+    base = others.total + assume.overhead_gib * 2**30
+    awake = engine.weights if assume.engine_sleeps else engine.budget
+    asleep = 0.0 if assume.engine_sleeps else engine.budget
+    return {
+        "rollout": base + engine.budget + state + (0.0 if away.param else actor.parameters),
+        "log_prob": base + asleep + actor.parameters + state + working["log_prob"],
+        "update": base + asleep + actor.total + working["update"],
+        "push": base + awake + actor.parameters + state + 2 * assume.bucket_mib * 2**20,
+    }
+
+
+def kv_bytes_per_token(arch: Architecture, tensor: int, item: int) -> float:
+    """One token's keys and values on one rank; a latent is whole on every rank."""
+    if arch.latent is not None:
+        return (arch.latent.kv_rank + arch.latent.rope_dim) * arch.layers * item
+    return 2 * max(1.0, arch.kv_heads / tensor) * arch.head_dim * arch.layers * item
+
+
+def engine_memory(config: Config, arch: Architecture, device: Device, assume: Assumptions) -> EngineMemory:
+    """A rank of a rollout engine within `rollout.gpu_memory_utilization` (on a host: within `kv_cache_gb`)."""
+    rollout, item = config.rollout, ITEM[config.derived.rollout_dtype]
+    tensor = rollout.tensor_parallel_size
+    weights = engine_parameters(arch, tensor) * item
+    per_token = kv_bytes_per_token(arch, tensor, item)
+    if device.name == "cpu":
+        room = rollout.kv_cache_gb * 2**30 / tensor
+        budget = room + weights
+    else:
+        budget = rollout.gpu_memory_utilization * device.memory
+        room = budget - weights - assume.engine_overhead_gib * 2**30
+    tokens = max(0, int(room / per_token))
+    return EngineMemory(weights, per_token, room, tokens, tokens // config.derived.max_model_len, budget)
