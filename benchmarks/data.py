@@ -67,7 +67,10 @@ def main() -> None:
         print(f"made {source.stat().st_size / 2**20:.0f} MiB in {time.monotonic() - began:.0f} s")
         figures = measured(source, Path(scratch) / "out")
         figures["file_mib"] = source.stat().st_size / 2**20
-    figures = {key: round(value, 1) for key, value in figures.items()} | {"cores": os.cpu_count()}
+    figures = {key: round(value, 1) for key, value in figures.items()} | {
+        "cores": os.cpu_count() or 0,
+        "load": round(os.getloadavg()[0], 1),
+    }
     print(json.dumps(figures, indent=2))
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(figures, indent=2) + "\n")

@@ -92,7 +92,10 @@ def main() -> None:
         jobs = [("custom", ("s", response, truth, {})) for response, truth in responses(4000, 2_000)]
         figures["custom_function_2_workers_per_s"] = pool_rate(pool, jobs)
         pool.close()
-    figures = {key: round(value, 3) for key, value in figures.items()} | {"cores": os.cpu_count() or 0}
+    figures = {key: round(value, 3) for key, value in figures.items()} | {
+        "cores": os.cpu_count() or 0,
+        "load": round(os.getloadavg()[0], 1),
+    }
     print(json.dumps(figures, indent=2))
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(figures, indent=2) + "\n")
