@@ -169,6 +169,19 @@ def _plan(args: Arguments) -> int:
     return 0 if works else 1
 
 
+def _doctor_arguments(parser: Parser) -> None:
+    parser.add_argument("--directory", type=Path, default=Path("runs"), help="where runs will be written")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _doctor(args: Arguments) -> int:
+    from megatron_dapo.cli.doctor import doctor
+
+    shown, works = doctor(args.directory, as_json=args.json)
+    print(shown, end="")
+    return 0 if works else 1
+
+
 COMMANDS: dict[str, Command] = {
     "demo": Command(
         "the whole line in minutes: data, warm start, DAPO, evaluation, Hugging Face export",
@@ -222,6 +235,10 @@ COMMANDS: dict[str, Command] = {
         "          megatron-dapo plan --search model=qwen3-235b-a22b device=H200 gpus=128\n"
         "          megatron-dapo plan reshard model=qwen3-30b-a3b train.world=128 train.tp=4 train.pp=4 train.ep=8 "
         "rollout.tp=8 rollout.engines=16 --json",
+    ),
+    "doctor": Command(
+        "what this machine has and misses for a run, and what that costs", _doctor_arguments, _doctor,
+        "example: megatron-dapo doctor --directory /scratch/runs",
     ),
     "config": Command(
         "print the resolved configuration, or what is wrong with it",
