@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_dapo.models.slices import Layout, Slice
-from megatron_dapo.resharding.layouts import extents
-from megatron_dapo.resharding.transport_shm import WeightPublisher, index_in_storage, weight_update
+from megatron_dapo.resharding.layouts import extents, index_in_storage
+from megatron_dapo.resharding.transport_shm import WeightPublisher, weight_update
 from megatron_dapo.rollout import EngineSpec, Generation, GenerationRequest, RolloutEngine, Sampling, sample_seed
 
 PROMPT_LENGTH = 40  # longer than one block of the prefix cache
@@ -162,17 +162,22 @@ def requests(
     return made
 
 
-def reference(kind: str, tensors: dict[str, Tensor]) -> torch.nn.Module:
-    """The same weights in transformers."""
-    from transformers import AutoModelForCausalLM
-
-    directory = scratch() / f"{kind}-reference"
+def save(kind: str, tensors: dict[str, Tensor]) -> str:
+    """A Hugging Face directory with these weights; the last one saved of its kind."""
+    directory = scratch() / f"{kind}-saved"
     directory.mkdir(exist_ok=True)
     shutil.copy(f"{model_directory(kind)}/config.json", directory)
     save_file(
         {n: t.contiguous() for n, t in tensors.items()}, directory / "model.safetensors", metadata={"format": "pt"}
     )
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return str(directory)
+
+
+def reference(kind: str, tensors: dict[str, Tensor]) -> torch.nn.Module:
+    """The same weights in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(save(kind, tensors), dtype=torch.float32).eval()
 
 
 @torch.no_grad()

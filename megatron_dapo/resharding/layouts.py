@@ -50,6 +50,15 @@ def storage_box(piece: Slice) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return piece.param_offset, (1,) * extra + piece.shape
 
 
+def index_in_storage(piece: Slice, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where the box `offset + shape` of the HF tensor lies in the storage of a slice that contains it."""
+    start, _ = storage_box(piece)
+    extra = len(start) - len(shape)
+    inner = [s + o - p for s, o, p in zip(start[extra:], offset, piece.offset, strict=True)]
+    leading = [slice(s, s + 1) for s in start[:extra]]
+    return (*leading, *(slice(i, i + n) for i, n in zip(inner, shape, strict=True)))
+
+
 def extents(layout: Layout) -> dict[str, tuple[int, ...]]:
     """The smallest shape of every storage that holds all its slices (padding behind the last one is not needed)."""
     found: dict[str, tuple[int, ...]] = {}

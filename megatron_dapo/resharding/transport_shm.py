@@ -4,20 +4,20 @@ There is one file per destination, laid out as that destination stores its weigh
 all have, the name is removed and the file lives only as long as somebody maps it, so nothing is left after a crash.
 """
 
-import contextlib
-import mmap
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dapo.models.slices import Layout, Slice
+from megatron_dapo.models.slices import Layout
 from megatron_dapo.resharding.checksum import checksum
-from megatron_dapo.resharding.layouts import Segment, Storage, segment, storage_box
+from megatron_dapo.resharding.layouts import Segment, index_in_storage, segment
+from megatron_dapo.resharding.memory import SharedFile, map_bytes, storage_view, unlink
+from megatron_dapo.resharding.messages import damaged
 from megatron_dapo.resharding.plan import Transfer, plan
 
 Index = tuple[slice, ...]
@@ -36,46 +36,6 @@ class Receipt:
     digest: str
     slices: int  # in the whole layout of the destination
     sums: Mapping[int, int]
-
-
-class SharedFile:
-    """A file mapped into this process, as bytes. Created if it is not there; every rank creates the same."""
-
-    def __init__(self, path: str, nbytes: int) -> None:
-        self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if os.fstat(self.fd).st_size != nbytes:
-            os.ftruncate(self.fd, nbytes)
-        self.bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
-
-    @property
-    def handle(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self.fd}"
-
-    def close(self) -> None:
-        os.close(self.fd)
-        unlink([self.path])
-
-
-def unlink(paths: Iterable[str]) -> None:
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
-def storage_view(memory: Tensor, storage: Storage) -> Tensor:
-    """The storage as a tensor over the bytes of its segment."""
-    part = memory[storage.offset : storage.offset + storage.nbytes]
-    return part.view(getattr(torch, storage.dtype)).view(storage.shape)
-
-
-def index_in_storage(piece: Slice, offset: tuple[int, ...], shape: tuple[int, ...]) -> Index:
-    """Where the box `offset + shape` of the HF tensor lies in the storage of a slice that contains it."""
-    start, _ = storage_box(piece)
-    extra = len(start) - len(shape)
-    inner = [s + o - p for s, o, p in zip(start[extra:], offset, piece.offset, strict=True)]
-    leading = [slice(s, s + 1) for s in start[:extra]]
-    return (*leading, *(slice(i, i + n) for i, n in zip(inner, shape, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -173,5 +133,36 @@ def weight_update(receipts: Iterable[Receipt]) -> list[dict[str, Any]]:
         unlink([part.name for part in parts])
         first = parts[0]
         sums = [sum(part.sums.get(i, 0) for part in parts) % 2**64 for i in range(first.slices)]
-        update.append({"handle": first.handle, "nbytes": first.nbytes, "digest": first.digest, "sums": sums})
+        details = {"handle": first.handle, "nbytes": first.nbytes, "sums": sums}
+        update.append({"transport": "shared_memory", "digest": first.digest, "details": details})
     return update
+
+
+class SharedMemoryReceiver:
+    """The vLLM worker's side: its segment, mapped once."""
+
+    def __init__(self, layout: Layout, place: Segment, details: Mapping[str, Any]) -> None:
+        self.layout, self.segment = layout, place
+        self.sums: Sequence[int] = details["sums"]
+        fd = os.open(details["handle"], os.O_RDWR | os.O_CLOEXEC)
+        self.file = identity(os.fstat(fd))
+        self.memory = map_bytes(fd, details["nbytes"])
+        os.close(fd)
+
+    def serves(self, details: Mapping[str, Any]) -> bool:
+        """Whether a new push is in the same file. Handles come again when a trainer starts anew; inodes do not."""
+        self.sums = details["sums"]
+        return identity(os.stat(details["handle"])) == self.file
+
+    def storages(self) -> Iterator[tuple[str, Tensor]]:
+        """Every storage, where it lies: it may be overwritten by the next push. Raises ChecksumError."""
+        for piece, expected in zip(self.layout, self.sums, strict=bool(self.sums)):
+            storage = storage_view(self.memory, self.segment.storages[piece.param])
+            if checksum(storage[index_in_storage(piece, piece.offset, piece.shape)]) != expected:
+                raise damaged(piece.tensor, piece.offset, piece.shape)
+        for param, storage_place in self.segment.storages.items():
+            yield param, storage_view(self.memory, storage_place)
+
+
+def identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -144,11 +144,25 @@ class RolloutEngine:
             self._layouts = self._call("layouts").result()
         return self._layouts
 
-    def update_weights(self, update: Any, version: int) -> list[dict[str, Any]]:
-        """Load the pushed weights; tokens sampled from now on carry `version`. Returns one report per rank."""
-        report = self._call("update_weights", update, version).result()
-        self.weight_version = version
+    def update_weights(self, update: Sequence[Mapping[str, Any]], version: int) -> list[dict[str, Any]]:
+        """Load the pushed weights; tokens sampled from now on carry `version`. Returns one report per rank.
+
+        A failed update leaves an engine that generates nothing until one succeeds.
+        """
+        report = self.update_weights_soon(update, version).result()
+        self.weight_version = version  # not left to the reader's thread, which may be a moment behind
         return report
+
+    def update_weights_soon(self, update: Sequence[Mapping[str, Any]], version: int) -> "Future[list[dict[str, Any]]]":
+        """Like `update_weights`, without waiting: where ranks send while the engine receives."""
+
+        def note(done: "Future[Any]") -> None:
+            if done.exception() is None:
+                self.weight_version = version
+
+        future = self._call("update_weights", list(update), version)
+        future.add_done_callback(note)
+        return future
 
     def close(self, grace_seconds: float = 10.0) -> None:
         """End the process and its workers, politely first. May be called twice."""

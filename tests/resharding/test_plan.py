@@ -13,11 +13,10 @@ from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.slices import Layout, Slice
 from megatron_dapo.models.tables import hf_shapes, megatron_slices
 from megatron_dapo.parallel.topology import Topology
-from megatron_dapo.resharding.layouts import extents, storage_box
+from megatron_dapo.resharding.layouts import extents, index_in_storage, storage_box
 from megatron_dapo.resharding.plan import Plan, PlanError, plan, subtract
 from megatron_dapo.resharding.rollout_layout import rollout_layouts
 from megatron_dapo.resharding.stats import plan_stats
-from megatron_dapo.resharding.transport_shm import index_in_storage
 
 QWEN3_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],

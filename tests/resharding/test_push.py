@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from megatron_dapo.models.slices import Layout
 from megatron_dapo.models.tables import megatron_slices
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.resharding.rollout_layout import rollout_layouts
+from megatron_dapo.resharding.transport_files import FilePublisher, file_update
+from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, free_port, peer_update
 from megatron_dapo.resharding.transport_shm import WeightPublisher, weight_update
 from megatron_dapo.rollout import EngineError, RolloutEngine
 from tests import tiny_vllm as tiny
@@ -60,6 +65,28 @@ def test_the_planned_layout_is_the_live_one(kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "dtype"), [("deepseek", "float32"), ("moe", "bfloat16"), ("qwen2", "bfloat16")])
+def test_a_push_is_as_good_as_a_load(kind: str, dtype: str) -> None:
+    """Where transformers rounds differently (latent attention on CPU, bfloat16): the bits of an engine that loaded them."""
+    original, tensors = tiny.weights(kind), tiny.changed(tiny.weights(kind), 31)
+    asked = tiny.requests(prompts=3, samples=2)
+    got = []
+    for loaded in (original, tensors):
+        directory = tiny.save(kind, loaded)
+        with RolloutEngine.start(replace(tiny.spec(kind, dtype=dtype), model=directory)) as engine:
+            engine.wait_ready(300)
+            assert engine.full_tensors() == ()
+            assert set(engine.layouts()[0]) == set(rollout_layouts(Architecture.from_dir(directory), 1)[0])
+            first = [(g.token_ids, g.logprobs) for g in engine.generate(asked)]
+            if loaded is original:
+                tiny.push(engine, tensors, 1, trainer(kind, world=4, tensor=2, pipeline=2))
+                assert [(g.token_ids, g.logprobs) for g in engine.generate(asked)] != first
+                first = [(g.token_ids, g.logprobs) for g in engine.generate(asked)]
+            got.append(first)
+    assert got[0] == got[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["moe", "qwen2"])
 def test_tensor_parallel_engine(kind: str) -> None:
     engine = tiny.engine(kind, tensor_parallel_size=2)
@@ -72,6 +99,37 @@ def test_tensor_parallel_engine(kind: str) -> None:
         stored = [sum(4 * piece.numel for piece in layout) for layout in engine.layouts()]
         assert [r["bytes_received"] for r in report] == stored
         assert max(stored) < 0.6 * sum(4 * t.numel() for t in tensors.values())
+
+
+@pytest.mark.parametrize("transport", ["files", "peers"])
+def test_other_transports_reach_the_live_engine(transport: str, tmp_path: Path) -> None:
+    engine = tiny.engine("moe")
+    sources = trainer("moe", world=4, tensor=2, expert=2)
+    destinations = dict(enumerate(engine.layouts()))
+    tensors: dict[str, Tensor] = {}
+    held: dict[int, dict[str, Tensor]] = {}
+
+    def make(kind: type, place: object) -> list:
+        common = {"dtypes": engine.dtypes()} | ({"bucket_bytes": 100_000} if kind is FilePublisher else {})
+        return [
+            kind(rank, layout, lambda name, rank=rank: held[rank][name], sources, destinations, place, **common)
+            for rank, layout in sources.items()
+        ]
+
+    meeting = Meeting("127.0.0.1", free_port(), "live", len(sources), 1, bucket_bytes=100_000)
+    publishers = make(FilePublisher, tmp_path) if transport == "files" else make(PeerPublisher, meeting)
+    for version in (201, 202):
+        tensors = tiny.changed(tiny.weights("moe"), version)
+        held = {rank: tiny.hold(layout, tensors) for rank, layout in sources.items()}
+        if transport == "files":
+            update = file_update(receipt for publisher in publishers for receipt in publisher.write())
+            engine.update_weights(update, version)
+        else:
+            done = engine.update_weights_soon(peer_update(meeting, destinations, engine.dtypes()), version)
+            with ThreadPoolExecutor(len(publishers)) as pool:
+                list(pool.map(lambda p: p.send(), publishers))
+            done.result(60)
+        assert difference(engine, "moe", tensors, version) < 1e-5
 
 
 def publisher(engine: RolloutEngine, tensors: Mapping[str, Tensor], name: str) -> WeightPublisher:

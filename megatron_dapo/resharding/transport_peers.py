@@ -1,0 +1,212 @@
+"""Weights by send and receive between trainer ranks and vLLM workers, on one host or many: gloo on CPU, NCCL on GPU.
+
+All of them form a process group of their own, apart from Megatron's and vLLM's: sources first, destinations behind.
+A round (see `messages`) is one message per pair. Everybody goes through (round, destination) in the same order, so
+nobody waits in a circle; a sender packs one message while the one before it is on its way.
+"""
+
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from megatron_dapo.models.slices import Layout
+from megatron_dapo.resharding.layouts import Segment, segment
+from megatron_dapo.resharding.messages import (
+    DEFAULT_BUCKET_BYTES,
+    Message,
+    empty_storages,
+    from_json,
+    messages,
+    pack,
+    storage_rounds,
+    to_json,
+    unpack,
+)
+from megatron_dapo.resharding.plan import Transfer, plan
+
+
+class TransferError(RuntimeError):
+    """A peer of a push is gone or silent; the push is incomplete and its destinations must not be used."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a push find each other. `name` tells one group from the next at the same place."""
+
+    host: str
+    port: int
+    name: str
+    sources: int
+    destinations: int
+    backend: str = "gloo"  # | "nccl"
+    timeout_seconds: float = 300.0
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+class PeerGroup:
+    """The process group of a push. Rank 0, a source, keeps the store."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank = rank
+        timeout = timedelta(seconds=meeting.timeout_seconds)
+        store = TCPStore(meeting.host, meeting.port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        self.store: Store = PrefixStore(meeting.name, store)
+        size = meeting.sources + meeting.destinations
+        if meeting.backend == "nccl":  # untested on GPU
+            from torch._C._distributed_c10d import ProcessGroupNCCL
+
+            self.group: Any = ProcessGroupNCCL(self.store, rank, size, ProcessGroupNCCL.Options())
+        else:
+            self.group = ProcessGroupGloo(self.store, rank, size, timeout)
+
+    def send(self, part: Tensor, to: int, tag: int) -> Any:
+        return self.group.send([part], to, tag)
+
+    def receive(self, part: Tensor, sender: int, tag: int) -> Any:
+        return self.group.recv([part], sender, tag)
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One message of this rank, with what it takes to pack it."""
+
+    round: int
+    destination: int  # rank in the group
+    message: Message
+    transfers: Sequence[Transfer]
+    layout: Layout  # the destination's
+
+
+class PeerPublisher:
+    """The trainer's side, on one rank. Every rank constructs it, with its own first three arguments."""
+
+    def __init__(
+        self,
+        rank: int,
+        my_layout: Layout,
+        my_params: Callable[[str], Tensor],
+        all_sources: Mapping[int, Layout],
+        destinations: Mapping[int, Layout],
+        meeting: Meeting,
+        *,
+        dtypes: Mapping[str, str],
+    ) -> None:
+        """Pure until the first `send`. Raises PlanError where the sources cannot serve a destination."""
+        self.layout, self.params, self.meeting, self.dtypes = my_layout, my_params, meeting, dtypes
+        self.index = sorted(all_sources).index(rank)
+        self.outgoing: list[Outgoing] = []
+        self.group: PeerGroup | None = None
+        sends = plan(all_sources, destinations).sends(rank)
+        for place, (destination, layout) in enumerate(sorted(destinations.items())):
+            rounds = storage_rounds(segment(layout, dtypes), meeting.bucket_bytes)
+            mine = [t for t in sends if t.destination == destination]
+            for r, (message, transfers) in messages(mine, layout, dtypes, rounds).items():
+                self.outgoing.append(Outgoing(r, meeting.sources + place, message, transfers, layout))
+        self.outgoing.sort(key=lambda out: (out.round, out.destination))
+
+    def send(self) -> int:
+        """Send everything; returns bytes. Meanwhile the driver has called `RolloutEngine.update_weights`.
+
+        Raises TransferError when a destination is gone.
+        """
+        try:
+            group = self._join()
+            size = max((out.message.nbytes for out in self.outgoing), default=0)
+            buffers = [torch.empty(size, dtype=torch.uint8, device=self.meeting.device) for _ in range(2)]
+            under_way: list[Any] = [None, None]
+            for i, out in enumerate(self.outgoing):
+                if under_way[i % 2] is not None:
+                    under_way[i % 2].wait()
+                part = pack(
+                    out.message, out.transfers, self.layout, out.layout, self.params, self.dtypes, buffers[i % 2]
+                )
+                under_way[i % 2] = group.send(part, out.destination, out.round)
+            for work in under_way:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            self.close()
+            raise TransferError(f"source {self.index} could not complete a push of weights: {error}") from error
+        return sum(out.message.nbytes for out in self.outgoing)
+
+    def _join(self) -> PeerGroup:
+        if self.group is None:
+            self.group = PeerGroup(self.meeting, self.index)
+            for place in range(self.meeting.destinations):
+                rounds = {o.round: o.message for o in self.outgoing if o.destination == self.meeting.sources + place}
+                self.group.store.set(f"{self.index}-{place}", json.dumps(to_json(rounds)))
+        return self.group
+
+    def close(self) -> None:
+        self.group = None
+
+
+def peer_update(
+    meeting: Meeting, destinations: Mapping[int, Layout], dtypes: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """What `RolloutEngine.update_weights` takes, for all destinations in order; an engine gets the part that is its."""
+    return [
+        {
+            "transport": "peers",
+            "digest": segment(layout, dtypes).digest,
+            "details": asdict(meeting) | {"place": place},
+        }
+        for place, (_, layout) in enumerate(sorted(destinations.items()))
+    ]
+
+
+class PeerReceiver:
+    """The vLLM worker's side."""
+
+    def __init__(self, layout: Layout, place: Segment, details: Mapping[str, Any]) -> None:
+        plain = dict(details)
+        number = plain.pop("place")
+        self.meeting = Meeting(**plain)
+        self.layout, self.segment = layout, place
+        self.group = PeerGroup(self.meeting, self.meeting.sources + number)
+        sources = range(self.meeting.sources)
+        self.incoming = {s: from_json(json.loads(self.group.store.get(f"{s}-{number}"))) for s in sources}
+
+    def serves(self, details: Mapping[str, Any]) -> bool:
+        """Whether this receiver is still in the group that a new push names."""
+        return self.meeting.name == details["name"]
+
+    def storages(self) -> Iterator[tuple[str, Tensor]]:
+        """Every storage, complete, one after the other. The next round travels while the caller uses this one."""
+        rounds = storage_rounds(self.segment, self.meeting.bucket_bytes)
+        coming = self._post(0)
+        for r, params in enumerate(rounds):
+            current, coming = coming, self._post(r + 1)
+            held = empty_storages(self.segment, params, self.meeting.device)
+            for message, buffer, work in current:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise TransferError(f"a trainer rank stopped sending in round {r}: {error}") from error
+                unpack(message, buffer, self.layout, held)
+            yield from held.items()
+
+    def _post(self, r: int) -> list[tuple[Message, Tensor, Any]]:
+        posted = []
+        for source, sent in self.incoming.items():
+            if r in sent:
+                buffer = torch.empty(sent[r].nbytes, dtype=torch.uint8, device=self.meeting.device)
+                posted.append((sent[r], buffer, self.group.receive(buffer, source, r)))
+        return posted
