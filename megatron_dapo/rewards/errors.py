@@ -7,5 +7,5 @@ class RewardError(UserError, RuntimeError):
     """A reward function cannot be loaded or run, or `reward.on_failure=raise` met a failure."""
 
 
-class UnknownDataSource(NotImplementedError):
+class UnknownDataSource(UserError, NotImplementedError):
     """No verifier is registered for a data source."""
