@@ -179,7 +179,9 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     if kind == "default":
         return Rope(theta=float(theta))
     if kind not in ("linear", "llama3", "yarn") or (kind == "yarn" and "kv_lora_rank" not in config):
-        raise UnsupportedModel(f"rope_type {kind!r} is not supported; known are default, linear, llama3, and yarn with MLA")
+        raise UnsupportedModel(
+            f"rope_type {kind!r} is not supported; known: default, linear, llama3, and yarn with MLA"
+        )
     return Rope(
         theta=float(theta),
         kind=kind,

@@ -65,7 +65,7 @@ def _architecture(arch: Architecture) -> Settings:
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm or arch.latent is not None,
+        "qk_layernorm": arch.qk_norm or (arch.latent is not None and arch.latent.q_rank is not None),
     }
     return settings | (_latent(arch, arch.latent) if arch.latent else {})
 

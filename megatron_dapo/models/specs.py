@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -33,9 +33,14 @@ class HostNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Float[Tensor, "... h"]) -> Float[Tensor, "... h"]:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype) * self.weight
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Float[Tensor, "... h"], weight: Float[Tensor, "h"], eps: float) -> Float[Tensor, "... h"]:
+    """Normalised in float32 and rounded before the weight, as Hugging Face does."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
 
 
 class HostLinear(MegatronModule):
@@ -64,32 +69,60 @@ class HostLinear(MegatronModule):
         return F.linear(x, self.weight), None
 
 
+class NormedColumnLinear(ColumnParallelLinear):
+    """A column-parallel linear behind an RMSNorm of its input, with Transformer Engine's parameter names.
+
+    Takes the place of latent attention's KV up projection where queries are not compressed: Megatron 0.19 has one
+    switch for the norms of queries and keys and cannot say "keys only".
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.layer_norm_eps = config.layernorm_epsilon
+
+    def forward(self, input_: Float[Tensor, "... i"], *arguments: Any, **named: Any) -> Any:
+        return super().forward(_rms_norm(input_, self.layer_norm_weight, self.layer_norm_eps), *arguments, **named)
+
+
 def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage (and, with `vp_stage`, of this virtual chunk of it)."""
-    if capabilities().transformer_engine:
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    engine = capabilities().transformer_engine
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+        config,
+        use_transformer_engine=engine,
+        normalization=None if engine else config.normalization,
+        vp_stage=vp_stage,
     )
-    block.layer_norm = HostNorm
-    for layer in block.layer_specs:
-        _use_host_modules(layer)
+    if not engine:
+        block.layer_norm = HostNorm
+        for layer in block.layer_specs:
+            _use_host_modules(layer, config)
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        normed = _engine_normed_linear() if engine else NormedColumnLinear
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.linear_kv_up_proj = normed
     return block
 
 
-def _use_host_modules(layer: ModuleSpec) -> None:
+def _engine_normed_linear() -> type:
+    """Transformer Engine's own, as a class that Megatron 0.19 does not recognise and hence not refuse."""
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
+
+    return type("NormedColumnLinear", (TELayerNormColumnParallelLinear,), {})
+
+
+def _use_host_modules(layer: ModuleSpec, config: TransformerConfig) -> None:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = HostNorm
     attention = parts.self_attention.submodules
     attention.core_attention = HostAttention
-    norms = ["q_layernorm"]
-    if isinstance(attention, multi_latent_attention.MLASelfAttentionSubmodules):
-        norms.append("kv_layernorm")
+    if config.multi_latent_attention:
         # Megatron recognises a duplicated linear by this very name, which means nothing else on a host.
         multi_latent_attention.TELinear = HostLinear
         attention.linear_q_down_proj = attention.linear_kv_down_proj = HostLinear
-    else:
-        norms.append("k_layernorm")
-    for name in norms:
-        if getattr(attention, name) not in (None, IdentityOp):
-            setattr(attention, name, HostNorm)
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.kv_layernorm = HostNorm
+    elif config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = HostNorm

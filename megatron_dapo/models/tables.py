@@ -162,7 +162,8 @@ class _Table:
             yield self._whole(name + "linear_q_down_proj.weight", source + "q_a_proj.weight")
             yield self._whole(name + norm, source + "q_a_layernorm.weight")
             yield from self._shard(name + "linear_q_up_proj.weight", [(source + "q_b_proj.weight", 0, query)])
-        norm = "linear_kv_up_proj.layer_norm_weight" if self.te else "kv_layernorm.weight"
+        inside = self.te or latent.q_rank is None  # see specs.NormedColumnLinear
+        norm = "linear_kv_up_proj.layer_norm_weight" if inside else "kv_layernorm.weight"
         yield self._whole(name + "linear_kv_down_proj.weight", source + "kv_a_proj_with_mqa.weight")
         yield self._whole(name + norm, source + "kv_a_layernorm.weight")
         up = heads * (latent.nope_dim + latent.v_dim)

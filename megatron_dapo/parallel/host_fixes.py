@@ -109,28 +109,11 @@ def _no_fp8_without_engine(module: Any) -> None:
 def _rope_in_one_gather(module: Any) -> None:
     rotate = module._apply_rotary_pos_emb_bshd
 
-    def packed(
-        t: Tensor,
-        cu_seqlens: Tensor,
-        freqs: Tensor,
-        rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
-        mscale: float = 1.0,
-        cp_group: Any = None,
-        **newer: Any,
-    ) -> Tensor:
+    def packed(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **options: Any) -> Tensor:
         bounds = tuple(cu_seqlens.tolist())
         exact = freqs.shape[0] == bounds[-1] and len(bounds) > 2  # angles given for every token of the pack
-        index = _positions(bounds, cp_group.rank(), cp_group.size(), exact)
-        rotated = rotate(
-            t.unsqueeze(1),
-            freqs.index_select(0, index.to(freqs.device)),
-            rotary_interleaved=rotary_interleaved,
-            multi_latent_attention=multi_latent_attention,
-            mscale=mscale,
-            **newer,
-        )
-        return rotated.squeeze(1)
+        index = _positions(bounds, cp_group.rank(), cp_group.size(), exact).to(freqs.device)
+        return rotate(t.unsqueeze(1), freqs.index_select(0, index), **options).squeeze(1)
 
     module._apply_rotary_pos_emb_thd = packed
 
