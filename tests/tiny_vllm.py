@@ -98,9 +98,8 @@ def spec(kind: str, **changes: object) -> EngineSpec:
 @cache
 def engine(kind: str, tensor_parallel_size: int = 1) -> RolloutEngine:
     """The engine of this model that all tests of this session share. Its weights are whatever was pushed last."""
-    started = RolloutEngine.start(
-        spec(kind, tensor_parallel_size=tensor_parallel_size, name=f"{kind}-tp{tensor_parallel_size}")
-    )
+    size, name = tensor_parallel_size, f"{kind}-tp{tensor_parallel_size}"
+    started = RolloutEngine.start(spec(kind, tensor_parallel_size=size, routed_experts=kind == "moe", name=name))
     atexit.register(started.close)
     started.wait_ready(300)
     return started

@@ -32,6 +32,9 @@ class Server:
         self.on_cpu = current_platform.is_cpu()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**vllm_arguments(spec, self.on_cpu)))
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+        self.records_routing = spec.routed_experts and self.on_cpu  # on GPU vLLM brings it with its outputs
+        if self.records_routing:
+            self.engine.collective_rpc("megatron_dapo_record_routing")
         self.version = 0
         self.engine.engine_core.set_weight_version("0")
         self.internal_ids: dict[str, str] = {}
@@ -82,20 +85,29 @@ class Server:
             yield made
 
     def step(self) -> None:
-        for output in self.engine.step():
-            if output.finished:
-                del self.internal_ids[output.request_id]
-                self.results.append(generation(output, self.version))
+        finished = [output for output in self.engine.step() if output.finished]
+        internal = [self.internal_ids.pop(output.request_id) for output in finished]
+        lengths = [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1 for output in finished]
+        for output, routing in zip(finished, self._routing(internal, lengths), strict=True):
+            self.results.append(generation(output, routing))
 
     def abort(self, request_ids: list[str] | None) -> int:
         """End requests now; what they have sampled so far comes back as generations that finished by "abort"."""
         wanted = list(self.internal_ids) if request_ids is None else [i for i in request_ids if i in self.internal_ids]
         internal = [self.internal_ids.pop(request_id) for request_id in wanted]
-        states = self.engine.output_processor.request_states
-        for request_id, internal_id in zip(wanted, internal, strict=True):
-            self.results.append(partial_generation(request_id, states[internal_id]))
+        states = [self.engine.output_processor.request_states[i] for i in internal]
+        lengths = [state.prompt_len + state.detokenizer.num_output_tokens() - 1 for state in states]
+        for request_id, state, routing in zip(wanted, states, self._routing(internal, lengths), strict=True):
+            self.results.append(partial_generation(request_id, state, routing))
         self.engine.abort_request(internal, internal=True)
         return len(wanted)
+
+    def _routing(self, internal_ids: list[str], lengths: list[int]) -> list[Any]:
+        """Recorded routing of requests that are ending; their cache blocks are still theirs until the next step."""
+        if not self.records_routing or not internal_ids:
+            return [None] * len(internal_ids)
+        wanted = list(zip(internal_ids, lengths, strict=True))
+        return self.engine.collective_rpc("megatron_dapo_routing", args=(wanted,))[0]
 
     def pause(self) -> None:
         self.paused = True
@@ -154,8 +166,8 @@ def sampling_params(wanted: Sampling) -> Any:
     )
 
 
-def generation(output: Any, version: int) -> Generation:
-    """A finished `RequestOutput` of vLLM as ours."""
+def generation(output: Any, routing: Any) -> Generation:
+    """A finished `RequestOutput` of vLLM as ours, with the routing that we recorded, if we did."""
     sample = output.outputs[0]
     spans = sample.weight_versions or []
     return Generation(
@@ -165,17 +177,18 @@ def generation(output: Any, version: int) -> Generation:
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
         weight_versions=tuple(int(s.version) for s in spans for _ in range(s.start, s.end)),
-        routed_experts=sample.routed_experts,
+        routed_experts=sample.routed_experts if routing is None else routing,
     )
 
 
-def partial_generation(request_id: str, state: Any) -> Generation:
+def partial_generation(request_id: str, state: Any, routing: Any) -> Generation:
     """What an unfinished request has sampled so far, from vLLM's `RequestState`."""
     tokens = tuple(state.detokenizer.output_token_ids)
     starts = state.weight_version_starts
     ends = [start for _, start in starts[1:]] + [len(tokens)]
     versions = tuple(int(v) for (v, start), end in zip(starts, ends, strict=True) for _ in range(start, end))
-    return Generation(request_id, tokens, tuple(state.logprobs_processor.logprobs.logprobs), "abort", None, versions)
+    logprobs = tuple(state.logprobs_processor.logprobs.logprobs)
+    return Generation(request_id, tokens, logprobs, "abort", None, versions, routing)
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {

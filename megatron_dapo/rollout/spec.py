@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dapo.resharding.vllm_plugin import BACKEND
 
 CPU_BLOCK_SIZE = 32  # vLLM's CPU default of 128 never finds a shared prefix in short prompts
-EXTENSION = "megatron_dapo.resharding.vllm_worker.WorkerExtension"
+EXTENSION = "megatron_dapo.rollout.routing.RolloutWorkerExtension"
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])  # our child must find this package wherever we were started
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 LAUNCHER_NAMES = {
