@@ -7,5 +7,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(box: Tensor) -> int:
-    """Sum of the elements' bit patterns, modulo 2**64."""
-    return int(box.view(WORDS[box.element_size()]).sum(dtype=torch.int64)) % 2**64
+    """Sum of the bit patterns of all elements, modulo 2**64."""
+    words = box.detach().view(WORDS[box.element_size()])
+    if box.device.type == "cpu":  # torch would cast all to 64 bits before it sums: numpy is ten times as fast
+        return int(words.numpy().sum(dtype="int64")) % 2**64
+    return int(words.sum(dtype=torch.int64)) % 2**64

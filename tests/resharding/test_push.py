@@ -79,7 +79,7 @@ def test_a_push_is_as_good_as_a_load(kind: str, dtype: str) -> None:
             assert set(engine.layouts()[0]) == set(rollout_layouts(Architecture.from_dir(directory), 1)[0])
             first = [(g.token_ids, g.logprobs) for g in engine.generate(asked)]
             if loaded is original:
-                tiny.push(engine, tensors, 1, trainer(kind, world=4, tensor=2, pipeline=2))
+                tiny.push(engine, tensors, 1, trainer(kind, world=4, tensor=2))
                 assert [(g.token_ids, g.logprobs) for g in engine.generate(asked)] != first
                 first = [(g.token_ids, g.logprobs) for g in engine.generate(asked)]
             got.append(first)
