@@ -67,7 +67,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(line: Line, tmp_path: Path):
     process = line.start(tmp_path, 2, "trainer.total_training_steps=1000")
     wait_for_steps(tmp_path, 2)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 130, output
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
     assert not processes_of(tmp_path)
@@ -80,7 +80,7 @@ def test_a_dying_engine_ends_the_run_with_one_reason(line: Line, tmp_path: Path)
     engine = next(pid for pid, command in children(process.pid) if "rollout.server" in command)
     killed = time.monotonic()
     os.kill(engine, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=150)
     assert time.monotonic() - killed < 30
     assert process.returncode not in (0, None)
     assert output.count("EngineDied") >= 1
