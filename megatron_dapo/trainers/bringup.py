@@ -14,6 +14,8 @@ from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import Trackers
 from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.hf_files import HFWeights
+from megatron_dapo.models.tables import hf_shapes
 from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.groups import init_distributed
 from megatron_dapo.parallel.topology import Topology
@@ -52,7 +54,7 @@ def topology_of(config: Config) -> Topology:
 
 
 def checked_architecture(config: Config) -> Architecture:
-    """The model's architecture, after checking that the layout fits it."""
+    """The model's architecture, after checking that the layout fits it and that its weights are all there."""
     arch = Architecture.from_dir(config.model.path)
     mixture = arch.mixture
     numbers = ModelNumbers(
@@ -66,6 +68,9 @@ def checked_architecture(config: Config) -> Architecture:
         max_positions=arch.max_positions,
     )
     check_model(config, numbers)
+    with HFWeights(Path(config.model.path)) as weights:
+        for name in hf_shapes(arch):
+            weights.file_of(name)  # raises for a tensor that no file has
     return arch
 
 

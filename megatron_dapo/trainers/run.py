@@ -11,6 +11,7 @@ from megatron_dapo.algorithms import DynamicSampler
 from megatron_dapo.algorithms.kl import FixedKLController
 from megatron_dapo.config import Config
 from megatron_dapo.data.dataset import PromptDataset, PromptLoader
+from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import Timer, Trackers
 from megatron_dapo.rewards import RewardManager
 from megatron_dapo.rollout.requests import Sampling
@@ -72,6 +73,12 @@ class Run:
             self.ranks.group.call("save", directory=partial)
             torch.save(self.state_dict(), partial / TRAINER_STATE)
             return self.store.commit(self.step)
+        except OSError as error:
+            self.store.abandon(self.step)
+            raise UserError(
+                f"checkpoint {partial} could not be written: {error.strerror}. Free space or set trainer.max_ckpt_to_keep; "
+                "earlier checkpoints are untouched and the run continues from the latest of them"
+            ) from error
         except BaseException:
             self.store.abandon(self.step)
             raise

@@ -38,9 +38,7 @@ def test_what_goes_out_comes_back_in_place(topology):
     dispatcher = Dispatcher(topology, max_tokens=24)
     plan = dispatcher.plan(rows["prompt_length"] + rows["response_length"])
     shares = dispatcher.shares(rows, plan, ["weight", "response_mask"])
-    results = [
-        [{"doubled": micro["weight"] * 2 * micro["response_mask"]} for micro in share] for share in shares
-    ]
+    results = [[{"doubled": micro["weight"] * 2 * micro["response_mask"]} for micro in share] for share in shares]
     found = dispatcher.collect(results, plan, len(rows), 7)["doubled"]
     assert torch.equal(found, rows["weight"] * 2 * rows["response_mask"])
 
