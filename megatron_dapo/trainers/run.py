@@ -76,8 +76,8 @@ class Run:
         except OSError as error:
             self.store.abandon(self.step)
             raise UserError(
-                f"checkpoint {partial} could not be written: {error.strerror}. Free space or set trainer.max_ckpt_to_keep; "
-                "earlier checkpoints are untouched and the run continues from the latest of them"
+                f"checkpoint {partial} could not be written: {error.strerror}. Free space or set "
+                "trainer.max_ckpt_to_keep; earlier checkpoints are untouched and the run continues from the latest"
             ) from error
         except BaseException:
             self.store.abandon(self.step)
