@@ -15,7 +15,7 @@ def main() -> int:
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     restart = int(os.environ["LAUNCH_ATTEMPT"])
     events, steps = Path(os.environ["EVENTS"]), int(os.environ.get("STEPS", "3"))
-    done, failed = events / "done", events / f"failed-{restart}"
+    done, failed = (events / f"{what}-{os.environ['TORCHELASTIC_RUN_ID']}-{restart}" for what in ("done", "failed"))
 
     def tell(what: str) -> None:
         with open(events / f"rank-{rank}", "a") as file:
