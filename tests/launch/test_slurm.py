@@ -71,7 +71,8 @@ def test_two_nodes_train_the_demo(slurm: Cluster, tmp_path: Path):
     words = [
         "recipe=demo", f"model.path={demo.init}", f"data.train_files=[{demo.data}/train.parquet]", "data.val_files=[]",
         f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=3", "trainer.save_freq=1",
-        "trainer.val_before_train=false", "trainer.export_hf=false", "algorithm.filter_groups.enable=false",
+        "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.export_hf=false",
+        "algorithm.filter_groups.enable=false",
         "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4",
     ]  # fmt: skip
     job = submit(slurm, tmp_path, words, MAX_RESTARTS="0")
