@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.platforms import current_platform
 
 from megatron_dapo.resharding.vllm_layout import FULL
@@ -97,7 +97,7 @@ def install_cpu_experts(module: RoutedExperts, leaf: str, received: Tensor) -> N
 
 
 def repack_heads(model: nn.Module, embedding: VocabParallelEmbedding) -> None:
-    """Every head that computes with this storage, tied or not, has its own packed copy of it."""
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and module.weight is embedding.weight:
-            module.quant_method.process_weights_after_loading(module)
+    """A head has a packed copy of its weights besides the weights, also where these are the embedding's (tied)."""
+    sharing = [m for m in model.modules() if isinstance(m, ParallelLMHead) and m.weight is embedding.weight]
+    for module in sharing or [embedding]:
+        module.quant_method.process_weights_after_loading(module)

@@ -1,6 +1,5 @@
 """A rollout engine seen from the trainer: a child process with vLLM that generates, takes weights, and may die."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_dapo.models.slices import Layout
+from megatron_dapo.rollout.processes import end_group
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec, environment
 from megatron_dapo.rollout.wire import pack_requests, unpack_generations
@@ -241,8 +241,7 @@ class RolloutEngine:
         deadline = time.monotonic() + 2.0
         while self._process.poll() is None and time.monotonic() < deadline and not self._closing:
             time.sleep(0.02)  # a process that reported its death is about to exit with its own code
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end_group(self._process.pid)
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:

@@ -16,9 +16,13 @@ from copy import copy
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megatron_dapo.rollout.processes import end_group
 from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampling
 from megatron_dapo.rollout.spec import EngineSpec, vllm_arguments
 from megatron_dapo.rollout.wire import pack_generations, unpack_requests
+
+
+IDLE_SECONDS = 1.0  # how often an idle engine looks whether its workers live
 
 
 class Server:
@@ -45,6 +49,14 @@ class Server:
     @property
     def busy(self) -> bool:
         return not self.paused and self.engine.has_unfinished_requests()
+
+    @property
+    def lost_worker(self) -> bool:
+        """Whether a tensor-parallel worker process is gone, and this engine with it."""
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        executor = self.engine.model_executor
+        return isinstance(executor, MultiprocExecutor) and executor.is_failed
 
     def describe(self) -> dict[str, Any]:
         config = self.engine.vllm_config
@@ -205,14 +217,18 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def serve(connection: Connection, server: Server) -> None:
     """Answer commands and step the engine until the owner says close or is gone."""
     while True:
-        while connection.poll(0 if server.busy or server.results else None):
+        while connection.poll(0 if server.busy or server.results else IDLE_SECONDS):
             command, ticket, arguments = connection.recv()
             if command == "close":
                 return
             try:
                 connection.send(("answer", ticket, COMMANDS[command](server, *arguments)))
             except Exception as error:
+                if server.lost_worker:
+                    raise
                 connection.send(("error", ticket, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        if server.lost_worker:
+            raise RuntimeError("a tensor-parallel worker process of vLLM died")
         if server.busy:
             server.step()
         if server.results:
@@ -226,7 +242,7 @@ def die_with(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
-        os.killpg(0, signal.SIGKILL)
+        end_group(os.getpgrp())
 
     threading.Thread(target=watch, name="owner-watch", daemon=True).start()
 

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, TransferError, free_port, peer_update
 from megatron_dapo.rollout import EngineDied, EngineError, EngineSpec, RolloutEngine, Sampling
 from tests import tiny_vllm as tiny
 
@@ -105,6 +107,64 @@ def test_death_reaches_every_waiting_caller(victim: RolloutEngine) -> None:
         victim.generate(tiny.requests(1, 1))
     assert time.monotonic() - start < 5
     assert not victim.alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["worker", "engine"])
+def test_death_under_tensor_parallelism_leaves_nothing(who: str) -> None:
+    """A worker of two, or the engine's process, is killed: the caller knows within seconds, and shared memory is gone."""
+    before = set(os.listdir("/dev/shm"))
+    engine = RolloutEngine.start(tiny.spec("llama", name="pair", tensor_parallel_size=2))
+    engine.wait_ready(300)
+    workers = [pid for pid in group_members(engine.pid) if "Worker" in Path(f"/proc/{pid}/comm").read_text()]
+    assert len(workers) == 2
+    future = engine.submit(tiny.requests(1, 1, sampling=Sampling(max_tokens=200, ignore_eos=True)))[0]
+    os.kill(workers[-1] if who == "worker" else engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="pair"):
+        future.result(10)
+    deadline = time.monotonic() + 10
+    while group_members(engine.pid) or set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < deadline, (group_members(engine.pid), set(os.listdir("/dev/shm")) - before)
+        time.sleep(0.1)
+
+
+def group_members(group: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and process_exists(int(entry.name)):
+            try:
+                if os.getpgid(int(entry.name)) == group:
+                    found.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return found
+
+
+def test_death_while_receiving_weights_ends_both_sides(victim: RolloutEngine) -> None:
+    """Peers: the engine has joined the push and dies before its weights have come."""
+    victim.wait_ready(300)
+    tensors = tiny.weights("llama")
+    layout = tiny.whole(tensors)
+    destinations = dict(enumerate(victim.layouts()))
+    meeting = Meeting("127.0.0.1", free_port(), "doomed", 1, 1, timeout_seconds=20, bucket_bytes=10_000)
+    dtypes = victim.dtypes()
+    sender = PeerPublisher(0, layout, tensors.__getitem__, {0: layout}, destinations, meeting, dtypes=dtypes)
+    sent: list[str] = []
+
+    def parameter(name: str) -> Tensor:
+        sent.append(name)
+        if len(sent) == 3:
+            os.kill(victim.pid, signal.SIGKILL)
+        return tensors[name]
+
+    sender.params = parameter
+    update = victim.update_weights_soon(peer_update(meeting, destinations, dtypes), 1)
+    start = time.monotonic()
+    with pytest.raises(TransferError, match="could not complete"):
+        sender.send()
+    with pytest.raises(EngineDied, match="victim"):
+        update.result(10)
+    assert time.monotonic() - start < 15
 
 
 def test_death_while_starting(victim: RolloutEngine) -> None:
