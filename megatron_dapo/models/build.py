@@ -49,10 +49,17 @@ def _chunk(
         model.rotary_pos_emb.inv_freq = inverse_frequencies(arch.rope, arch.head_dim).to(
             model.rotary_pos_emb.inv_freq.device
         )
+    mark_experts(model)
+    return model
+
+
+def mark_experts(model: GPTModel) -> None:
+    """Tell Megatron's reductions and optimizer which weights belong to experts, under every layout.
+
+    Before 0.19 Megatron-core marks them only when expert parallelism is on. Without the mark their gradients are
+    reduced over the wrong group when expert_tensor differs from tensor, silently, and the optimizer's number of parts,
+    hence its checkpoint, depends on the layout.
+    """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
-            # Megatron 0.16.1 marks expert weights only when expert parallelism is on. Without the mark their gradients
-            # are reduced over the wrong group when expert_tensor differs from tensor (silently wrong), and the
-            # optimizer's number of parts, hence its checkpoint, depends on the layout.
             parameter.allreduce = False
-    return model

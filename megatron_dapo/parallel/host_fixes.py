@@ -1,7 +1,7 @@
 """Repairs of Megatron-core that a host without CUDA, Transformer Engine and apex needs: where, why, which versions.
 
 Each entry is applied to its module right after import, by the import hook of `host_cuda.py`. An entry disappears by
-itself where Megatron-core is new enough (`fixed_in`); `None` means that no release up to 0.19.2 has the repair.
+itself where Megatron-core is new enough (`fixed_in`); `None` means that 0.19.2, the newest looked at, still needs it.
 """
 
 import logging

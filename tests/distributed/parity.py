@@ -235,16 +235,9 @@ def _largest(
 
 @contextmanager
 def _without_expert_marks() -> Iterator[None]:
-    from megatron_dapo.engine import engine
-    from megatron_dapo.models.build import build_model
+    from megatron_dapo.models import build
 
-    def build(*arguments: Any, **named: Any) -> Any:
-        chunks = build_model(*arguments, **named)
-        for parameter in (p for chunk in chunks for n, p in chunk.named_parameters() if ".experts." in n):
-            parameter.allreduce = True
-        return chunks
-
-    with _replaced(engine, "build_model", build):
+    with _replaced(build, "mark_experts", lambda model: None):
         yield
 
 
@@ -290,5 +283,4 @@ UNDO: dict[str, Callable[[], Any]] = {
     "expert marks": _without_expert_marks,
     "marks of the duplicated down projections": _without_duplicate_marks,
     "separate p2p": lambda: _config_with(overlap_p2p_comm=False, batch_p2p_comm=True),
-    "globally normalised losses": lambda: _config_with(calculate_per_token_loss=True),
 }

@@ -59,17 +59,11 @@ AUXILIARY = [
 ]
 # What goes wrong without the repair, in which versions, and how far it must then be off to show that the test sees it.
 SILENT = [
-    (Case("8", "qwen3_moe", dict(tensor=2, expert_tensor=1), undo="expert marks"), "0.17", "gradient", 1e-1),
+    (Case("8", "qwen3_moe", dict(tensor=2, expert_tensor=1), undo="expert marks"), "0.19", "gradient", 1e-1),
     (Case("7", "deepseek_v3", dict(tensor=2), undo="marks of the duplicated down projections"), None, "gradient", 1e-3),
     (
         Case("13", "qwen3_moe", dict(pipeline=2, virtual_pipeline=2), undo="separate p2p", even=True),
         None,
-        "gradient",
-        1e-2,
-    ),
-    (
-        Case("22", "qwen3_moe", dict(tensor=2), BALANCED, even=True, undo="globally normalised losses"),
-        "0.17",
         "gradient",
         1e-2,
     ),

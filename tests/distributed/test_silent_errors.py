@@ -49,7 +49,11 @@ def _steps_after_loading(hf_dir):
             values["exp_avg"].zero_(), values["exp_avg_sq"].zero_()
     second.train_step([rows], weighted_loss(100), ["log_probs", "entropy"])
     return sorted(
-        {float(v["step"]) for part in second.trainable.optimizer.chained_optimizers for v in part.optimizer.state.values()}
+        {
+            float(v["step"])
+            for part in second.trainable.optimizer.chained_optimizers
+            for v in part.optimizer.state.values()
+        }
     )
 
 
