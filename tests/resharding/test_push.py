@@ -41,7 +41,8 @@ def difference(engine: RolloutEngine, kind: str, tensors: Mapping[str, Tensor], 
     return tiny.worst_difference(tiny.reference(kind, dict(tensors)), asked, got)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# vLLM's latent attention on CPU rounds to bfloat16 inside, so DeepSeek is held to an engine that loaded its weights, below
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "deepseek" not in str(kind)])
 def test_pushes_from_any_trainer_layout(kind: str) -> None:
     engine = tiny.engine(kind)
     original = tiny.weights(kind)
