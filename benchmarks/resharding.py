@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "resharding.json"
-WAYS = ("shared memory", "peers", "files", "full tensors", "reload from disk")
+WAYS = ("shared memory", "two buckets", "peers", "files", "full tensors", "reload from disk")
 SIZES = {
     "dense": {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 8}
     | {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True},
@@ -98,6 +98,7 @@ def make_push(way: str, trainer: Trainer, server: Any, scratch: Path) -> Push:
     """One push by this way: the version in, seconds of each side and bytes out."""
     from megatron_dapo.resharding.transport_files import FilePublisher, file_update
     from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, free_port, peer_update
+    from megatron_dapo.resharding.transport_ring import RingPublisher
     from megatron_dapo.resharding.transport_shm import WeightPublisher, weight_update
 
     described = server.layouts()
@@ -114,6 +115,17 @@ def make_push(way: str, trainer: Trainer, server: Any, scratch: Path) -> Push:
     def received() -> float:
         return float(sum(r["bytes_received"] for r in server.engine.collective_rpc("megatron_dapo_report")))
 
+    if way == "two buckets":
+        rings = publishers(RingPublisher, f"/dev/shm/benchmark-{os.getpid()}")
+
+        def push_rings(version: int) -> Mapping[str, float]:
+            with ThreadPoolExecutor(len(rings)) as pool:
+                update = rings[0].update()
+                sending = [pool.submit(p.send) for p in rings]
+                seconds, _ = timed(lambda: server.update_weights(update, version))
+                return {"trainer_seconds": 0.0, "worker_seconds": seconds, "bytes": sum(s.result() for s in sending)}
+
+        return push_rings
     if way == "peers":
         meeting = Meeting("127.0.0.1", free_port(), "benchmark", len(sources), len(destinations))
         peers = publishers(PeerPublisher, meeting)

@@ -26,6 +26,10 @@ class ChecksumError(RuntimeError):
     """What arrived is not what was sent."""
 
 
+class TransferError(RuntimeError):
+    """A peer of a push is gone or silent; the push is incomplete and its destinations must not be used."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """One box on its way into slice `slice` of the destination; `at` is its place in the message, in bytes."""

@@ -21,6 +21,7 @@ from megatron_dapo.resharding.layouts import Segment, segment
 from megatron_dapo.resharding.messages import (
     DEFAULT_BUCKET_BYTES,
     Message,
+    TransferError,
     empty_storages,
     from_json,
     messages,
@@ -30,10 +31,6 @@ from megatron_dapo.resharding.messages import (
     unpack,
 )
 from megatron_dapo.resharding.plan import Transfer, plan
-
-
-class TransferError(RuntimeError):
-    """A peer of a push is gone or silent; the push is incomplete and its destinations must not be used."""
 
 
 @dataclass(frozen=True)

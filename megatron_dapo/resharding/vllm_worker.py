@@ -13,14 +13,16 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from megatron_dapo.resharding.layouts import ITEM_SIZE, Segment, segment
 from megatron_dapo.resharding.transport_files import FileReceiver
 from megatron_dapo.resharding.transport_peers import PeerReceiver
+from megatron_dapo.resharding.transport_ring import RingReceiver
 from megatron_dapo.resharding.transport_shm import SharedMemoryReceiver
 from megatron_dapo.resharding.vllm_install import check_installable, finish, install
 from megatron_dapo.resharding.vllm_layout import VllmLayout, model_layout
 from megatron_dapo.resharding.vllm_plugin import register
 
-Receiver = SharedMemoryReceiver | PeerReceiver | FileReceiver
+Receiver = SharedMemoryReceiver | RingReceiver | PeerReceiver | FileReceiver
 RECEIVERS: dict[str, type[Receiver]] = {
     "shared_memory": SharedMemoryReceiver,
+    "ring": RingReceiver,
     "peers": PeerReceiver,
     "files": FileReceiver,
 }

@@ -17,6 +17,7 @@ from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.resharding.rollout_layout import rollout_layouts
 from megatron_dapo.resharding.transport_files import FilePublisher, file_update
 from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, free_port, peer_update
+from megatron_dapo.resharding.transport_ring import RingPublisher
 from megatron_dapo.resharding.transport_shm import WeightPublisher, weight_update
 from megatron_dapo.rollout import EngineError, RolloutEngine
 from tests import tiny_vllm as tiny
@@ -102,7 +103,7 @@ def test_tensor_parallel_engine(kind: str) -> None:
         assert max(stored) < 0.6 * sum(4 * t.numel() for t in tensors.values())
 
 
-@pytest.mark.parametrize("transport", ["files", "peers"])
+@pytest.mark.parametrize("transport", ["ring", "files", "peers"])
 def test_other_transports_reach_the_live_engine(transport: str, tmp_path: Path) -> None:
     engine = tiny.engine("moe")
     sources = trainer("moe", world=4, tensor=2, expert=2)
@@ -111,14 +112,19 @@ def test_other_transports_reach_the_live_engine(transport: str, tmp_path: Path) 
     held: dict[int, dict[str, Tensor]] = {}
 
     def make(kind: type, place: object) -> list:
-        common = {"dtypes": engine.dtypes()} | ({"bucket_bytes": 100_000} if kind is FilePublisher else {})
+        common = {"dtypes": engine.dtypes()} | ({} if kind is PeerPublisher else {"bucket_bytes": 100_000})
         return [
             kind(rank, layout, lambda name, rank=rank: held[rank][name], sources, destinations, place, **common)
             for rank, layout in sources.items()
         ]
 
     meeting = Meeting("127.0.0.1", free_port(), "live", len(sources), 1, bucket_bytes=100_000)
-    publishers = make(FilePublisher, tmp_path) if transport == "files" else make(PeerPublisher, meeting)
+    kind, place = {
+        "ring": (RingPublisher, f"{tmp_path}/ring"),
+        "files": (FilePublisher, tmp_path),
+        "peers": (PeerPublisher, meeting),
+    }[transport]
+    publishers = make(kind, place)
     for version in (201, 202):
         tensors = tiny.changed(tiny.weights("moe"), version)
         held = {rank: tiny.hold(layout, tensors) for rank, layout in sources.items()}
@@ -126,7 +132,9 @@ def test_other_transports_reach_the_live_engine(transport: str, tmp_path: Path) 
             update = file_update(receipt for publisher in publishers for receipt in publisher.write())
             engine.update_weights(update, version)
         else:
-            done = engine.update_weights_soon(peer_update(meeting, destinations, engine.dtypes()), version)
+            peers = transport == "peers"
+            update = peer_update(meeting, destinations, engine.dtypes()) if peers else publishers[0].update()
+            done = engine.update_weights_soon(update, version)
             with ThreadPoolExecutor(len(publishers)) as pool:
                 list(pool.map(lambda p: p.send(), publishers))
             done.result(60)

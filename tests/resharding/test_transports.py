@@ -1,5 +1,6 @@
 """Every way weights travel, from eight trainer ranks to two engines of two workers, without vLLM."""
 
+import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from megatron_dapo.models.slices import Layout
 from megatron_dapo.models.tables import hf_shapes, megatron_slices
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.resharding.layouts import extents, segment
-from megatron_dapo.resharding.messages import ChecksumError, from_json, messages, storage_rounds, to_json
+from megatron_dapo.resharding.messages import ChecksumError, TransferError, from_json, messages, storage_rounds, to_json
 from megatron_dapo.resharding.plan import plan
 from megatron_dapo.resharding.rollout_layout import rollout_layouts
 from megatron_dapo.resharding.transport_files import FilePublisher, FileReceiver, file_update
@@ -22,10 +23,10 @@ from megatron_dapo.resharding.transport_peers import (
     Meeting,
     PeerPublisher,
     PeerReceiver,
-    TransferError,
     free_port,
     peer_update,
 )
+from megatron_dapo.resharding.transport_ring import RingPublisher, RingReceiver
 from megatron_dapo.resharding.transport_shm import SharedMemoryReceiver, WeightPublisher, weight_update
 from tests.tiny_vllm import hold
 
@@ -129,6 +130,64 @@ def test_shared_memory(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir()), "a segment keeps its name although everybody has opened it"
     for publisher in publishers:
         publisher.close()
+
+
+def test_ring(tmp_path: Path) -> None:
+    """Two small buckets: sources and workers in lockstep, push after push, also when a push before was given up."""
+    trainer = Trainer()
+    publishers = trainer.publishers(RingPublisher, f"{tmp_path}/ring", bucket_bytes=SMALL)
+    memory = publishers[0].memories[0]
+    assert len(memory.ring.rounds) > 5
+    assert memory.ring.slot_bytes <= 2 * 4096
+    receivers: dict[int, RingReceiver] = {}
+
+    def receive(destination: int, details: Mapping, stop: bool) -> dict[str, Tensor]:
+        layout = DESTINATIONS[destination]
+        if destination not in receivers:
+            receivers[destination] = RingReceiver(layout, segment(layout, DTYPES), details)
+        assert receivers[destination].serves(details)
+        got = {}
+        for name, storage in receivers[destination].storages():
+            got[name] = storage.clone()
+            if stop:
+                break
+        return got
+
+    with ThreadPoolExecutor(len(SOURCES) + len(DESTINATIONS)) as pool:
+        for seed in (1, 2, 3):
+            trainer.step(seed)
+            given_up = seed == 2
+            for publisher in publishers:
+                publisher.timeout = 1.0 if given_up else 60.0
+            updates = publishers[0].update()
+            coming = {d: pool.submit(receive, d, updates[d]["details"], given_up) for d in DESTINATIONS}
+            sending = [pool.submit(p.send) for p in publishers]
+            if given_up:
+                with pytest.raises(TransferError, match=r"no progress|is gone"):
+                    [f.result(30) for f in sending]
+                for future in sending:
+                    future.exception(30)
+                receivers.clear()  # the engine is started anew
+                continue
+            assert sum(f.result(30) for f in sending) == sum(
+                2 * p.numel for layout in DESTINATIONS.values() for p in layout
+            )
+            for destination, storages in coming.items():
+                compare(storages.result(30), trainer.weights, destination)
+            assert not list(tmp_path.iterdir())
+    for publisher in publishers:
+        publisher.close()
+
+
+def test_a_dead_ring_worker_is_noticed(tmp_path: Path) -> None:
+    publishers = Trainer().publishers(RingPublisher, f"{tmp_path}/ring", bucket_bytes=SMALL)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for memory in publishers[0].memories.values():
+        memory.worker[0] = dead.pid
+        memory.taken[0] = -1
+    with pytest.raises(TransferError, match="rollout worker of destination 0 is gone"):
+        publishers[0].send()
 
 
 def test_files(tmp_path: Path) -> None:
