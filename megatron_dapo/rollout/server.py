@@ -21,7 +21,6 @@ from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampli
 from megatron_dapo.rollout.spec import EngineSpec, vllm_arguments
 from megatron_dapo.rollout.wire import pack_generations, unpack_requests
 
-
 IDLE_SECONDS = 1.0  # how often an idle engine looks whether its workers live
 
 
