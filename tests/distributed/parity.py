@@ -30,6 +30,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)  # ModelConfig
     undo: str = ""  # a repair to take out, see UNDO
     even: bool = False  # sequences of one length, so that no layout adds padding tokens
+    micro: int = 2  # rows per micro-batch
+    backwards: bool = False  # micro-batches, and the rows in them, in reversed order
 
     def __str__(self) -> str:
         return self.name
@@ -43,6 +45,7 @@ class Outcome:
     loss: float = 0.0
     gradient: float = 0.0
     gradient_at: str = ""
+    gradient_l2: float = 0.0  # of the whole gradient, relative to its norm
     grad_norm: float = 0.0
     parameter: float = 0.0
     parameter_at: str = ""
@@ -116,14 +119,15 @@ def _train(case: Case, hf_dir: str) -> dict[str, Any]:
     rows = make_rows(arch.vocab, case.even)
     count = int(rows["response_mask"].sum())
     dp, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    each = max(1, ROWS // 4)
-    micro = [rows[i : i + each] for i in range(0, ROWS, each)][dp::size]
+    order = torch.arange(ROWS).flip(0) if case.backwards else torch.arange(ROWS)
+    parts = list(order.split(case.micro))
+    micro = [rows[part] for part in parts][dp::size]
     layout = megatron_slices(arch, topology, dist.get_rank())
 
     outputs = engine.forward(micro, ["log_probs", "entropy"])
     found: dict[str, Any] = {"log_probs": {}, "gradients": None}
-    for j, values in enumerate(outputs):
-        found["log_probs"][dp + j * size] = values["log_probs"]
+    for part, values in zip(parts[dp::size], outputs, strict=False):  # no outputs before the last pipeline stage
+        found["log_probs"] |= dict(zip(part.tolist(), values["log_probs"], strict=True))
     step = engine.trainable.optimizer.step
 
     def keep_gradients() -> Any:
@@ -186,8 +190,16 @@ def boxes(layout: Any, storage: dict[str, Tensor]) -> dict[tuple[Any, ...], Tens
     }
 
 
+def _row_difference(a: Tensor, b: Tensor) -> float:
+    """Of one row, whatever width its micro-batch had (zeros beyond its end)."""
+    width = max(len(a), len(b))
+    pad = torch.nn.functional.pad
+    return (pad(a, (0, width - len(a))) - pad(b, (0, width - len(b)))).abs().max().item()
+
+
 def _compare(found: dict[str, Any], reference: dict[str, Any]) -> Outcome:
-    log_probs = max([0.0] + [(v - reference["log_probs"][i]).abs().max().item() for i, v in found["log_probs"].items()])
+    rows = found["log_probs"].items()
+    log_probs = max([0.0] + [_row_difference(value, reference["log_probs"][row]) for row, value in rows])
     gradient, gradient_at = _largest(found["gradients"], reference["gradients"], relative=True)
     parameter, parameter_at = _largest(found["parameters"], reference["parameters"], relative=False)
     return Outcome(
@@ -195,6 +207,7 @@ def _compare(found: dict[str, Any], reference: dict[str, Any]) -> Outcome:
         loss=max(abs(a - b) for a, b in zip(found["loss"], reference["loss"], strict=True)),
         gradient=gradient,
         gradient_at=gradient_at,
+        gradient_l2=_distance(found["gradients"], reference["gradients"]),
         grad_norm=max(abs(a / b - 1) for a, b in zip(found["grad_norm"], reference["grad_norm"], strict=True)),
         parameter=parameter,
         parameter_at=parameter_at,
@@ -231,6 +244,16 @@ def _largest(
         if not difference <= worst:
             worst, where = difference, param
     return worst, where
+
+
+def _distance(found: dict[tuple[Any, ...], Tensor], reference: dict[tuple[Any, ...], Tensor]) -> float:
+    """‖difference‖ / ‖reference‖ over all that this rank holds."""
+    whole, error, norm = _whole(reference), 0.0, 0.0
+    for (name, offset, shape, _), value in found.items():
+        expected = whole[name][tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))].double()
+        error += (value.double() - expected).square().sum().item()
+        norm += expected.square().sum().item()
+    return (error / norm) ** 0.5
 
 
 @contextmanager

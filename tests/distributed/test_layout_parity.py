@@ -57,6 +57,14 @@ AUXILIARY = [
     Case("aux losses cp2", "qwen3_moe", dict(context=2), BALANCED, even=True),
     Case("aux losses ep2", "qwen3_moe", dict(expert=2), BALANCED, even=True),
 ]
+SPLITS = [
+    (1, Case("one row each", "qwen3_moe", micro=1)),
+    (1, Case("all rows in one pack", "qwen3_moe", micro=8)),
+    (1, Case("uneven packs, backwards", "qwen3_moe", micro=3, backwards=True)),
+    (2, Case("dp2, one row each, backwards", "qwen3_moe", micro=1, backwards=True)),
+    (2, Case("cp2, four rows each", "qwen3_moe", dict(context=2), micro=4)),
+    (4, Case("dp2 cp2, backwards", "qwen3", dict(context=2), micro=4, backwards=True)),
+]
 # What goes wrong without the repair, in which versions, and how far it must then be off to show that the test sees it.
 SILENT = [
     (Case("8", "qwen3_moe", dict(tensor=2, expert_tensor=1), undo="expert marks"), "0.19", "gradient", 1e-1),
@@ -95,6 +103,7 @@ def outcome(ranks: RankPool, references, case: Case, world: int) -> Outcome:
         loss=max(o.loss for o in found),
         gradient=worst.gradient,
         gradient_at=worst.gradient_at,
+        gradient_l2=max(o.gradient_l2 for o in found),
         grad_norm=max(o.grad_norm for o in found),
         parameter=max(o.parameter for o in found),
         parameter_at=max(found, key=lambda o: o.parameter).parameter_at,
@@ -112,6 +121,14 @@ def test_layout_equals_one_rank(ranks, references, world, case):
     assert found.gradient <= 1e-5, found
     assert found.grad_norm <= 1e-5, found
     assert found.parameter <= 1e-6, found
+
+
+@pytest.mark.parametrize(("world", "case"), SPLITS, ids=[f"{world} ranks, {case}" for world, case in SPLITS])
+def test_gradient_does_not_depend_on_how_the_work_is_split(ranks, references, world, case):
+    found = outcome(ranks, references, case, world)
+    assert found.gradient_l2 <= 1e-6, found
+    assert found.gradient <= 1e-5, found
+    assert found.log_probs <= 1e-5 and found.grad_norm <= 1e-6 and found.loss <= 1e-6, found
 
 
 @pytest.mark.parametrize(("case", "fixed_in", "what", "least"), SILENT, ids=[case.undo for case, *_ in SILENT])
