@@ -65,6 +65,10 @@ class _Rectangle:
     mask: Bool[Tensor, "n 1 q k"] | None  # None: plain causal (q == k)
     real: Int[Tensor, "m"]  # flat slots of [n, q] that hold a token
 
+    def to(self, device: torch.device) -> "_Rectangle":
+        mask = None if self.mask is None else self.mask.to(device)
+        return _Rectangle(self.queries.to(device), self.keys.to(device), mask, self.real.to(device))
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -73,7 +77,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=128)
-def _plan(bounds: tuple[int, ...], ranks: int, rank: int, causal: bool) -> _Plan:
+def _plan(bounds: tuple[int, ...], ranks: int, rank: int, causal: bool, device: torch.device) -> _Plan:
     """Group the sequences of a pack into rectangles. The same pack meets every layer, so plans are kept."""
     lengths = [end - start for start, end in pairwise(bounds)]
     order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: -lengths[i])
@@ -83,9 +87,9 @@ def _plan(bounds: tuple[int, ...], ranks: int, rank: int, causal: bool) -> _Plan
             groups[-1].append(i)
         else:
             groups.append([i])
-    rectangles = tuple(_rectangle(bounds, group, ranks, rank, causal) for group in groups)
+    rectangles = [_rectangle(bounds, group, ranks, rank, causal) for group in groups]
     taken = torch.cat([r.queries.flatten()[r.real] for r in rectangles])
-    return _Plan(rectangles, torch.argsort(taken))
+    return _Plan(tuple(r.to(device) for r in rectangles), torch.argsort(taken).to(device))
 
 
 def _rectangle(bounds: tuple[int, ...], group: list[int], ranks: int, rank: int, causal: bool) -> _Rectangle:
@@ -178,7 +182,7 @@ class HostAttention(MegatronModule):
             both = gather_from_sequence_parallel_region(both, tensor_parallel_output_grad=True, group=self.cp_group)
             both = both.index_select(0, zigzag_index(torch.tensor(bounds), ranks).to(both.device))
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
-        plan = _plan(bounds, ranks, rank, causal)
+        plan = _plan(bounds, ranks, rank, causal, query.device)
         outputs = []
         for r in plan.rectangles:
             n, width = r.queries.shape

@@ -9,6 +9,7 @@ from megatron_dapo.models.heads import DeferredHead, ValueHead
 from megatron_dapo.models.rope import inverse_frequencies
 from megatron_dapo.models.specs import decoder_spec
 from megatron_dapo.models.tables import padded_vocab
+from megatron_dapo.parallel.capabilities import capabilities
 
 
 def build_model(
@@ -50,7 +51,7 @@ def _chunk(
             model.rotary_pos_emb.inv_freq.device
         )
     mark_experts(model)
-    return model
+    return model.to(capabilities().device)  # modules that are not Megatron's own begin on the host
 
 
 def mark_experts(model: GPTModel) -> None:

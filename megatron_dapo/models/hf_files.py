@@ -1,6 +1,7 @@
 """A Hugging Face directory's safetensors: find every tensor, read only the boxes asked for, write files as a stream."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -139,8 +140,12 @@ class SafetensorsStream:
         self._file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Make the file durable."""
+        """Make the file durable. Raises ValueError when tensors of the header are missing."""
+        missing = next(self._left, None)
+        if missing is not None:
+            raise ValueError(f"{self._file.name} lacks {missing[0]} and what follows it")
         self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
 
 

@@ -57,7 +57,7 @@ def test_packed_equals_one_by_one(core, causal, value_dim):
 
 def test_a_pack_needs_few_calls():
     bounds = tuple(torch.tensor([0, *([20, 25, 30, 24] * 10)]).cumsum(0).tolist())
-    assert len(attention._plan(bounds, 1, 0, True).rectangles) <= 2
+    assert len(attention._plan(bounds, 1, 0, True, torch.device("cpu")).rectangles) <= 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -79,7 +79,7 @@ def test_context_parallel_plan_covers_the_causal_square(ranks):
     bounds = (0, 8, 24, 56)
     for rank in range(ranks):
         mine = zigzag_slice(torch.arange(56), torch.tensor(bounds), ranks, rank)
-        for r in attention._plan(bounds, ranks, rank, True).rectangles:
+        for r in attention._plan(bounds, ranks, rank, True, torch.device("cpu")).rectangles:
             for row, slot in ((i // r.queries.shape[1], i % r.queries.shape[1]) for i in r.real.tolist()):
                 position = int(mine[r.queries[row, slot]])
                 seen = r.keys[row][r.mask[row, 0, slot]].tolist()
