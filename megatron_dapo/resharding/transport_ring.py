@@ -30,6 +30,7 @@ from megatron_dapo.resharding.messages import (
     storage_rounds,
 )
 from megatron_dapo.resharding.plan import Transfer, plan
+from megatron_dapo.resharding.transport_ipc import exported_slots, settle
 
 SLOTS = 2
 PAGE = 4096
@@ -76,14 +77,17 @@ class Ring:
         return -(-8 * words // PAGE) * PAGE
 
     @property
-    def nbytes(self) -> int:
-        return self.header_bytes + SLOTS * self.slot_bytes
+    def slots_bytes(self) -> int:
+        return SLOTS * self.slot_bytes
+
+    def file_bytes(self, slots_elsewhere: bool) -> int:
+        return self.header_bytes + (0 if slots_elsewhere else self.slots_bytes)
 
 
 class RingMemory:
-    """The file of one destination, with names for its parts."""
+    """The file of one destination, with names for its parts. The slots may lie elsewhere, on a GPU."""
 
-    def __init__(self, ring: Ring, memory: Tensor) -> None:
+    def __init__(self, ring: Ring, memory: Tensor, slots: Tensor | None = None) -> None:
         self.ring = ring
         words = memory[: ring.header_bytes].view(torch.int64)
         self.worker, self.taken = words[WORKER : WORKER + 1], words[TAKEN : TAKEN + 1]
@@ -91,7 +95,7 @@ class RingMemory:
         self.writers = words[FIXED + ring.sources : FIXED + 2 * ring.sources]
         sums = words[FIXED + 2 * ring.sources :][: SLOTS * ring.sums_per_slot]
         self.sums = sums.view(SLOTS, ring.sources, -1)  # the share of each source in the checksum of each slice
-        slots = memory[ring.header_bytes : ring.nbytes]
+        slots = memory[ring.header_bytes :] if slots is None else slots
         self.slots = [slots[i * ring.slot_bytes : (i + 1) * ring.slot_bytes] for i in range(SLOTS)]
 
     def storage(self, slot: int, param: str) -> Tensor:
@@ -144,13 +148,17 @@ class RingPublisher:
         dtypes: Mapping[str, str],
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_seconds: float = 300.0,
+        slots: Mapping[int, Tensor] | None = None,
     ) -> None:
-        """Raises PlanError where the sources cannot serve a destination."""
+        """`slots`: the destinations' own memory where it is not the file's (`transport_ipc.open_slots`).
+
+        Raises PlanError where the sources cannot serve a destination."""
         self.params, self.layout, self.timeout = my_params, my_layout, timeout_seconds
         self.index, self.pushes, self.bucket_bytes = sorted(all_sources).index(rank), 0, bucket_bytes
         sends: dict[int, list[Transfer]] = defaultdict(list)
         for t in plan(all_sources, destinations).sends(rank):
             sends[t.destination].append(t)
+        self.slots_elsewhere = slots is not None
         self.digests: dict[int, str] = {}
         self.files: dict[int, SharedFile] = {}
         self.memories: dict[int, RingMemory] = {}
@@ -159,8 +167,8 @@ class RingPublisher:
             place = segment(layout, dtypes)
             ring = Ring.of(layout, place, len(all_sources), bucket_bytes)
             self.digests[d] = place.digest
-            self.files[d] = SharedFile(f"{path_prefix}-{d}", ring.nbytes)
-            self.memories[d] = RingMemory(ring, self.files[d].bytes)
+            self.files[d] = SharedFile(f"{path_prefix}-{d}", ring.file_bytes(slots is not None))
+            self.memories[d] = RingMemory(ring, self.files[d].bytes, slots[d] if slots is not None else None)
             self.memories[d].writers[self.index] = os.getpid()
             self.fills[d] = self._fills(ring, layout, sends[d])
 
@@ -186,6 +194,7 @@ class RingPublisher:
                     "sources": memory.ring.sources,
                     "bucket_bytes": self.bucket_bytes,
                     "push": self.pushes,
+                    "slots_elsewhere": self.slots_elsewhere,
                     "timeout_seconds": self.timeout,
                 },
             }
@@ -224,6 +233,7 @@ class RingPublisher:
             memory.sums[slot, self.index, fill.slice] += signed(checksum(box))
             target.copy_(box.reshape(target.shape))
             written += target.nbytes
+        settle(memory.slots[slot])
         memory.written[self.index] = total + 1
         return written
 
@@ -241,7 +251,9 @@ class RingReceiver:
         fd = os.open(details["handle"], os.O_RDWR | os.O_CLOEXEC)
         status = os.fstat(fd)
         self.file = (status.st_dev, status.st_ino)
-        self.memory = RingMemory(self.ring, map_bytes(fd, self.ring.nbytes))
+        elsewhere = details["slots_elsewhere"]
+        header = map_bytes(fd, self.ring.file_bytes(elsewhere))
+        self.memory = RingMemory(self.ring, header, exported_slots() if elsewhere else None)
         os.close(fd)
         self.details = details
 
@@ -265,6 +277,7 @@ class RingReceiver:
                 self._verify(slot, r)
                 for param in params:
                     yield param, memory.storage(slot, param)
+                settle(memory.slots[slot])
                 memory.taken[0] = total + 1
             complete = True
         finally:

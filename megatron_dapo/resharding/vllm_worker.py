@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from megatron_dapo.resharding.layouts import ITEM_SIZE, Segment, segment
 from megatron_dapo.resharding.transport_files import FileReceiver
+from megatron_dapo.resharding.transport_ipc import ExportedSlots, export_slots
 from megatron_dapo.resharding.transport_peers import PeerReceiver
 from megatron_dapo.resharding.transport_ring import RingReceiver
 from megatron_dapo.resharding.transport_shm import SharedMemoryReceiver
@@ -95,6 +96,9 @@ class WorkerExtension:
     def megatron_dapo_layout(self) -> tuple[Any, dict[str, str], tuple[str, ...]]:
         layout = self.weight_transfer_engine.layout
         return layout.slices, dict(layout.dtypes), layout.full
+
+    def megatron_dapo_export_slots(self, nbytes: int) -> ExportedSlots:
+        return export_slots(nbytes, self.weight_transfer_engine.device)
 
     def megatron_dapo_report(self) -> dict[str, Any]:
         return {"bytes_received": self.weight_transfer_engine.received}

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_dapo.models.slices import Layout
+from megatron_dapo.resharding.transport_ipc import ExportedSlots
 from megatron_dapo.rollout.processes import end_group
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec, environment
@@ -143,6 +144,10 @@ class RolloutEngine:
         if self._layouts is None:
             self._layouts = self._call("layouts").result()
         return self._layouts
+
+    def export_slots(self, nbytes: int) -> list[ExportedSlots]:
+        """GPU memory of every worker for `RingPublisher(slots=...)`, see `transport_ipc`. # untested on GPU"""
+        return self._call("export_slots", nbytes).result()
 
     def update_weights(self, update: Sequence[Mapping[str, Any]], version: int) -> list[dict[str, Any]]:
         """Load the pushed weights; tokens sampled from now on carry `version`. Returns one report per rank.

@@ -130,6 +130,9 @@ class Server:
     def layouts(self) -> list[Any]:
         return self.engine.collective_rpc("megatron_dapo_layout")
 
+    def export_slots(self, nbytes: int) -> list[Any]:
+        return self.engine.collective_rpc("megatron_dapo_export_slots", args=(nbytes,))
+
     def update_weights(self, infos: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
         """Load one pushed set of weights; a failure leaves an engine that refuses to generate."""
         self._drain()
@@ -209,6 +212,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "pause": Server.pause,
     "resume": Server.resume,
     "layouts": Server.layouts,
+    "export_slots": Server.export_slots,
     "update_weights": Server.update_weights,
 }
 

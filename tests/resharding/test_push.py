@@ -1,6 +1,7 @@
 """Weights pushed into a live vLLM engine: its log-probs must be those of transformers with the same weights."""
 
 import math
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -89,18 +90,46 @@ def test_a_push_is_as_good_as_a_load(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["moe", "qwen2"])
-def test_tensor_parallel_engine(kind: str) -> None:
-    engine = tiny.engine(kind, tensor_parallel_size=2)
+@pytest.mark.parametrize(("kind", "engines"), [("moe", 2), ("qwen2", 1), ("llama", 1)])
+def test_engines_of_two_workers(kind: str, engines: int) -> None:
+    """TP2·PP2 (and EP2) ranks push five times to one or two live engines of TP2; each worker gets what it stores."""
+    live = [tiny.engine(kind, tensor_parallel_size=2)]
+    if engines == 2:
+        live.append(RolloutEngine.start(tiny.spec(kind, name="second", tensor_parallel_size=2)))
+        live[1].wait_ready(300)
     planned = rollout_layouts(Architecture.from_dir(tiny.model_directory(kind)), 2)
-    assert [set(layout) for layout in engine.layouts()] == [set(layout) for layout in planned]
-    for version, sources in enumerate([None, trainer(kind, world=4, tensor=2, pipeline=2)], start=1):
+    assert [set(layout) for layout in live[0].layouts()] == [set(layout) for layout in planned]
+    destinations = dict(enumerate([layout for engine in live for layout in engine.layouts()]))
+    sources = trainer(kind, world=8, tensor=2, pipeline=2, **({"expert": 2} if kind == "moe" else {}))
+    held: dict[int, dict[str, Tensor]] = {}
+    publishers = [
+        WeightPublisher(
+            rank,
+            layout,
+            lambda name, rank=rank: held[rank][name],
+            sources,
+            destinations,
+            f"/dev/shm/tiny-vllm-pairs-{os.getpid()}",
+            dtypes=live[0].dtypes(),
+        )
+        for rank, layout in sources.items()
+    ]
+    stored = [sum(4 * piece.numel for piece in layout) for layout in destinations.values()]
+    for version in range(1, 6):
         tensors = tiny.changed(tiny.weights(kind), version)
-        report = tiny.push(engine, tensors, version, sources)
-        assert difference(engine, kind, tensors, version) < 1e-5
-        stored = [sum(4 * piece.numel for piece in layout) for layout in engine.layouts()]
-        assert [r["bytes_received"] for r in report] == stored
-        assert max(stored) < 0.6 * sum(4 * t.numel() for t in tensors.values())
+        held = {rank: tiny.hold(layout, tensors) for rank, layout in sources.items()}
+        receipts = [receipt for publisher in publishers for receipt in publisher.write()]
+        assert sum(receipt.written for receipt in receipts) / sum(stored) <= 1.02
+        update = weight_update(receipts)
+        for i, engine in enumerate(live):
+            report = engine.update_weights(update[2 * i : 2 * i + 2], version)
+            assert [r["bytes_received"] for r in report] == stored[2 * i : 2 * i + 2]
+            assert difference(engine, kind, tensors, version) < 1e-5
+    assert max(stored) < 0.6 * sum(4 * t.numel() for t in tensors.values())
+    for publisher in publishers:
+        publisher.close()
+    for engine in live[1:]:
+        engine.close()
 
 
 @pytest.mark.parametrize("transport", ["ring", "files", "peers"])

@@ -26,7 +26,7 @@ from megatron_dapo.resharding.transport_peers import (
     free_port,
     peer_update,
 )
-from megatron_dapo.resharding.transport_ring import RingPublisher, RingReceiver
+from megatron_dapo.resharding.transport_ring import Ring, RingPublisher, RingReceiver
 from megatron_dapo.resharding.transport_shm import SharedMemoryReceiver, WeightPublisher, weight_update
 from tests.tiny_vllm import hold
 
@@ -132,6 +132,16 @@ def test_shared_memory(tmp_path: Path) -> None:
         publisher.close()
 
 
+def test_sampled_checksums_cover_everything_in_turn(tmp_path: Path) -> None:
+    publishers = Trainer().publishers(WeightPublisher, f"{tmp_path}/push", check_every=3)
+    checked: list[set[int]] = []
+    for _ in range(3):
+        update = weight_update(receipt for publisher in publishers for receipt in publisher.write())[0]
+        checked.append({i for i, _ in update["details"]["sums"]})
+    assert set.union(*checked) == set(range(len(WORKERS[0])))
+    assert sum(map(len, checked)) == len(WORKERS[0])
+
+
 def test_ring(tmp_path: Path) -> None:
     """Two small buckets: sources and workers in lockstep, push after push, also when a push before was given up."""
     trainer = Trainer()
@@ -177,6 +187,36 @@ def test_ring(tmp_path: Path) -> None:
             assert not list(tmp_path.iterdir())
     for publisher in publishers:
         publisher.close()
+
+
+def test_ring_with_slots_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots in memory of the worker, as on a GPU; the file has counters and checksums only."""
+    trainer = Trainer()
+    layout = {0: DESTINATIONS[0]}
+    ring = Ring.of(layout[0], segment(layout[0], DTYPES), len(SOURCES), SMALL)
+    slots = torch.empty(ring.slots_bytes, dtype=torch.uint8)
+    publishers = [
+        RingPublisher(
+            rank,
+            own,
+            trainer.held[rank].__getitem__,
+            SOURCES,
+            layout,
+            f"{tmp_path}/ring",
+            dtypes=DTYPES,
+            bucket_bytes=SMALL,
+            slots={0: slots},
+        )
+        for rank, own in SOURCES.items()
+    ]
+    assert publishers[0].files[0].bytes.numel() == ring.header_bytes
+    monkeypatch.setattr("megatron_dapo.resharding.transport_ipc._exported", [slots])
+    with ThreadPoolExecutor(len(SOURCES)) as pool:
+        details = publishers[0].update()[0]["details"]
+        sending = [pool.submit(p.send) for p in publishers]
+        receiver = RingReceiver(layout[0], segment(layout[0], DTYPES), details)
+        compare({name: t.clone() for name, t in receiver.storages()}, trainer.weights, 0)
+        [f.result(30) for f in sending]
 
 
 def test_a_dead_ring_worker_is_noticed(tmp_path: Path) -> None:

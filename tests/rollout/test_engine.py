@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, TransferError, free_port, peer_update
+from megatron_dapo.resharding.messages import TransferError
+from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, free_port, peer_update
 from megatron_dapo.rollout import EngineDied, EngineError, EngineSpec, RolloutEngine, Sampling
 from tests import tiny_vllm as tiny
 
