@@ -1,6 +1,7 @@
 """Requests and generations as a few flat arrays, so that crossing the process boundary costs microseconds a sample."""
 
 from collections.abc import Sequence
+from itertools import chain, groupby, repeat, starmap
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def pack_generations(generations: Sequence[Generation]) -> dict[str, Any]:
         "ids": [g.request_id for g in generations],
         "tokens": flatten([g.token_ids for g in generations], np.int32),
         "logprobs": flatten([g.logprobs for g in generations], np.float32),
-        "versions": flatten([g.weight_versions for g in generations], np.int64),
+        "versions": [runs(g.weight_versions) for g in generations],
         "finish": [g.finish_reason for g in generations],
         "stop": [g.stop_reason for g in generations],
         "experts": [g.routed_experts for g in generations],
@@ -62,20 +63,25 @@ def unpack_generations(packed: dict[str, Any]) -> list[Generation]:
         unflatten(packed["logprobs"]),
         packed["finish"],
         packed["stop"],
-        unflatten(packed["versions"]),
+        packed["versions"],
         packed["experts"],
         strict=True,
     )
     return [
-        Generation(i, tuple(t.tolist()), tuple(lp.tolist()), f, s, tuple(v.tolist()), e)
+        Generation(i, tuple(t.tolist()), tuple(lp.tolist()), f, s, tuple(chain.from_iterable(starmap(repeat, v))), e)
         for i, t, lp, f, s, v, e in columns
     ]
+
+
+def runs(values: Sequence[int]) -> list[tuple[int, int]]:
+    """(value, how often) for every run of equal values; a response has as many as it saw weights, mostly one."""
+    return [(value, len(list(run))) for value, run in groupby(values)]
 
 
 def flatten(rows: Sequence[Sequence[Any]], dtype: type) -> tuple[np.ndarray, np.ndarray]:
     """Rows of different lengths as (all values, where each row ends)."""
     ends = np.cumsum([len(r) for r in rows], dtype=np.int64)
-    values: np.ndarray = np.fromiter((v for row in rows for v in row), dtype, count=int(ends[-1]) if len(rows) else 0)
+    values: np.ndarray = np.fromiter(chain.from_iterable(rows), dtype, count=int(ends[-1]) if len(rows) else 0)
     return values, ends
 
 
