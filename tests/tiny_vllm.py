@@ -75,6 +75,13 @@ def write_model(kind: str, directory: str) -> None:
     family, own = MODELS[kind]
     config = AutoConfig.for_model(family, **(BASE | own))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    if kind == "qwen2":  # the one with a tokenizer: token 7 reads " w7"
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        words = Tokenizer(models.WordLevel({f" w{i}": i for i in range(BASE["vocab_size"])}, unk_token=" w0"))
+        words.pre_tokenizer, words.decoder = pre_tokenizers.Split(" ", "merged_with_next"), decoders.Fuse()
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token=" w1", pad_token=" w0").save_pretrained(directory)
 
 
 @cache

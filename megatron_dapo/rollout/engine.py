@@ -128,6 +128,14 @@ class RolloutEngine:
     def resume(self) -> None:
         self._call("resume").result()
 
+    def sleep(self) -> None:
+        """Give the GPU's memory back to the trainer; nothing happens on CPU. Needs `EngineSpec.sleeps`."""
+        self._call("sleep").result()
+
+    def wake(self, *parts: str) -> None:
+        """Take it again: "weights" before a push, "kv_cache" after it."""
+        self._call("wake", list(parts)).result()
+
     def layouts(self) -> list[Layout]:
         """What each tensor-parallel rank stores, read from its live model."""
         return [slices for slices, _, _ in self._described()]

@@ -5,6 +5,7 @@ happens between steps, so a weight update sees no half-computed token and needs 
 """
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -63,7 +64,7 @@ class Server:
 
     def submit(self, packed: dict[str, Any]) -> None:
         if self.broken is not None:
-            raise RuntimeError(f"the last weight update failed, so this engine generates nothing more: {self.broken}")
+            raise RuntimeError(f"this engine generates nothing until it has complete weights again: {self.broken}")
         added: list[str] = []
         try:
             for request in self._core_requests(unpack_requests(packed)):
@@ -127,6 +128,16 @@ class Server:
     def resume(self) -> None:
         self.paused = False
 
+    def sleep(self) -> None:
+        """Give up the KV cache and the weights: the next push brings them. # untested on GPU"""
+        if not self.on_cpu:
+            self.engine.sleep(level=2)
+            self.broken = "it is asleep"
+
+    def wake(self, parts: list[str]) -> None:
+        if not self.on_cpu:
+            self.engine.wake_up(parts)
+
     def layouts(self) -> list[Any]:
         return self.engine.collective_rpc("megatron_dapo_layout")
 
@@ -136,13 +147,13 @@ class Server:
     def update_weights(self, infos: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
         """Load one pushed set of weights; a failure leaves an engine that refuses to generate."""
         self._drain()
-        self.broken = "it did not reach its end"
+        self.broken = "its last weight update did not reach its end"
         try:
             self.engine.collective_rpc("start_weight_update")
             self.engine.collective_rpc("update_weights", kwargs={"update_info": infos})
             self.engine.collective_rpc("finish_weight_update")
         except Exception as error:
-            self.broken = f"{type(error).__name__}: {error}"
+            self.broken = f"its last weight update failed ({type(error).__name__}: {error})"
             raise
         self.broken = None
         self.version = version
@@ -211,6 +222,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "abort": Server.abort,
     "pause": Server.pause,
     "resume": Server.resume,
+    "sleep": Server.sleep,
+    "wake": Server.wake,
     "layouts": Server.layouts,
     "export_slots": Server.export_slots,
     "update_weights": Server.update_weights,
@@ -255,6 +268,7 @@ def main() -> None:
     parent = int(sys.argv[2])
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's; it closes us
+    logging.getLogger("vllm").addHandler(logging.NullHandler())  # what it says before it has read its logging level
     spec: EngineSpec = connection.recv()
     if spec.cpus is not None:
         os.sched_setaffinity(0, spec.cpus)

@@ -43,6 +43,7 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     load_format: str = "auto"
     routed_experts: bool = False
+    sleeps: bool = False  # GPU: the engine can give its memory to the trainer between rollouts
     seed: int = 0
     name: str = "rollout-0"
     cpus: tuple[int, ...] | None = None
@@ -55,6 +56,8 @@ def environment(spec: EngineSpec, on_cpu: bool, parent: Mapping[str, str]) -> di
     env = {k: v for k, v in parent.items() if k not in LAUNCHER_NAMES and not k.startswith(LAUNCHER_PREFIXES)}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (PACKAGE_ROOT, env.get("PYTHONPATH"))))
     env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    env.setdefault("PYTHONWARNINGS", "ignore")
     env.setdefault("HF_HUB_OFFLINE", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core lives in our process: one process less, faster start
@@ -97,6 +100,7 @@ def vllm_arguments(spec: EngineSpec, on_cpu: bool) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         "scheduling_policy": "priority",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "skip_tokenizer_init": not has_tokenizer(spec.model),
     }
     if spec.tensor_parallel_size > 1:
@@ -107,6 +111,7 @@ def vllm_arguments(spec: EngineSpec, on_cpu: bool) -> dict[str, Any]:
     else:  # untested on GPU
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["enable_return_routed_experts"] = spec.routed_experts
+        arguments["enable_sleep_mode"] = spec.sleeps
     return arguments | dict(spec.engine_kwargs)
 
 
