@@ -83,6 +83,12 @@ def segment(layout: Layout, dtypes: Mapping[str, str]) -> Segment:
     return Segment(storages, end, digest(layout, dtypes))
 
 
+def share_equal(layouts: Mapping[int, Layout]) -> dict[int, Layout]:
+    """The same layouts, equal ones as one object: planning looks at it once, and pickling sends it once."""
+    known: dict[Layout, Layout] = {}
+    return {holder: known.setdefault(layout, layout) for holder, layout in layouts.items()}
+
+
 def digest(layout: Layout, dtypes: Mapping[str, str]) -> str:
     """A short hash of a layout and its dtypes."""
     state = blake2b(digest_size=8)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.models.slices import Layout
-from megatron_dapo.resharding.layouts import Segment, segment
+from megatron_dapo.resharding.layouts import Segment, segment, share_equal
 from megatron_dapo.resharding.memory import unlink
 from megatron_dapo.resharding.messages import (
     DEFAULT_BUCKET_BYTES,
@@ -67,7 +67,7 @@ class FilePublisher:
         self.pushes = 0
         self.old: list[str] = []
         sends: dict[int, list[Transfer]] = defaultdict(list)
-        for t in plan(all_sources, destinations).sends(rank):
+        for t in plan(all_sources, share_equal(destinations)).sends(rank):
             sends[t.destination].append(t)
         self.messages = {
             d: messages(sends[d], layout, dtypes, storage_rounds(self.segments[d], bucket_bytes))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from megatron_dapo.models.slices import Layout
-from megatron_dapo.resharding.layouts import Segment, segment
+from megatron_dapo.resharding.layouts import Segment, segment, share_equal
 from megatron_dapo.resharding.messages import (
     DEFAULT_BUCKET_BYTES,
     Message,
@@ -110,7 +110,7 @@ class PeerPublisher:
         self.index = sorted(all_sources).index(rank)
         self.outgoing: list[Outgoing] = []
         self.group: PeerGroup | None = None
-        sends = plan(all_sources, destinations).sends(rank)
+        sends = plan(all_sources, share_equal(destinations)).sends(rank)
         for place, (destination, layout) in enumerate(sorted(destinations.items())):
             rounds = storage_rounds(segment(layout, dtypes), meeting.bucket_bytes)
             mine = [t for t in sends if t.destination == destination]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_dapo.models.slices import Layout
 from megatron_dapo.resharding.checksum import checksum
-from megatron_dapo.resharding.layouts import ALIGNMENT, Segment, Storage, index_in_storage, segment
+from megatron_dapo.resharding.layouts import ALIGNMENT, Segment, Storage, index_in_storage, segment, share_equal
 from megatron_dapo.resharding.memory import SharedFile, map_bytes, storage_view, unlink
 from megatron_dapo.resharding.messages import (
     DEFAULT_BUCKET_BYTES,
@@ -156,7 +156,7 @@ class RingPublisher:
         self.params, self.layout, self.timeout = my_params, my_layout, timeout_seconds
         self.index, self.pushes, self.bucket_bytes = sorted(all_sources).index(rank), 0, bucket_bytes
         sends: dict[int, list[Transfer]] = defaultdict(list)
-        for t in plan(all_sources, destinations).sends(rank):
+        for t in plan(all_sources, share_equal(destinations)).sends(rank):
             sends[t.destination].append(t)
         self.slots_elsewhere = slots is not None
         self.digests: dict[int, str] = {}

@@ -1,7 +1,8 @@
 """Weights through shared memory of one host: every trainer rank writes its boxes where the vLLM worker will read them.
 
-There is one file per destination, laid out as that destination stores its weights. All ranks open it by name; once
-all have, the name is removed and the file lives only as long as somebody maps it, so nothing is left after a crash.
+There is one file per destination, laid out as that destination stores its weights; destinations that store the same
+(replicas of an engine) read the same file. All ranks open it by name; once all have, the name is removed and the file
+lives only as long as somebody maps it, so nothing is left after a crash.
 """
 
 import os
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megatron_dapo.models.slices import Layout
 from megatron_dapo.resharding.checksum import checksum
-from megatron_dapo.resharding.layouts import Segment, index_in_storage, segment
+from megatron_dapo.resharding.layouts import Segment, digest, index_in_storage, segment
 from megatron_dapo.resharding.memory import SharedFile, map_bytes, storage_view, unlink
 from megatron_dapo.resharding.messages import damaged
 from megatron_dapo.resharding.plan import Transfer, plan
@@ -25,10 +26,10 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one rank wrote into one destination's file; `sums[i]`: its share of the checksum of slice i, if checked."""
+    """What one rank wrote into one file; `sums[i]`: its share of the checksum of slice i, if checked."""
 
     rank: int
-    destination: int
+    destinations: tuple[int, ...]  # all that read it
     name: str  # path, while the file has a name
     handle: str  # the file as this rank has it open: valid as long as this process lives
     nbytes: int
@@ -71,12 +72,17 @@ class WeightPublisher:
         self.params = my_params
         self.layout = my_layout
         self.check_every, self.pushes = check_every, 0
-        by_destination: dict[int, list[Transfer]] = defaultdict(list)
-        for transfer in plan(all_sources, destinations).sends(rank):
-            by_destination[transfer.destination].append(transfer)
-        self.segments = {d: segment(destinations[d], dtypes) for d in destinations}
+        readers: dict[str, list[int]] = defaultdict(list)
+        for d, layout in sorted(destinations.items()):
+            readers[digest(layout, dtypes)].append(d)
+        self.readers = {same[0]: tuple(same) for same in readers.values()}
+        files = {d: destinations[d] for d in self.readers}
+        transfers: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in plan(all_sources, files).sends(rank):
+            transfers[transfer.destination].append(transfer)
+        self.segments = {d: segment(layout, dtypes) for d, layout in files.items()}
         self.files = {d: SharedFile(f"{path_prefix}-{d}", s.nbytes) for d, s in self.segments.items()}
-        self.copies = {d: self._resolve(by_destination[d], destinations[d], d) for d in destinations}
+        self.copies = {d: self._resolve(transfers[d], layout, d) for d, layout in files.items()}
 
     def _resolve(self, transfers: list[Transfer], layout: Layout, destination: int) -> list[Copy]:
         storages: Segment = self.segments[destination]
@@ -108,7 +114,7 @@ class WeightPublisher:
         file, place = self.files[destination], self.segments[destination]
         return Receipt(
             rank=self.rank,
-            destination=destination,
+            destinations=self.readers[destination],
             name=file.path,
             handle=file.handle,
             nbytes=place.nbytes,
@@ -129,7 +135,8 @@ def weight_update(receipts: Iterable[Receipt]) -> list[dict[str, Any]]:
     """
     by_destination: dict[int, list[Receipt]] = defaultdict(list)
     for receipt in receipts:
-        by_destination[receipt.destination].append(receipt)
+        for destination in receipt.destinations:
+            by_destination[destination].append(receipt)
     update = []
     for destination in sorted(by_destination):
         parts = by_destination[destination]

@@ -279,7 +279,8 @@ def main() -> None:
         gc.freeze()  # vLLM's objects live as long as we do: looking through them again and again costs decoding time
         connection.send(("ready", None, server.describe()))
         serve(connection, server)
-        server.engine.engine_core.shutdown()
+        if spec.tensor_parallel_size > 1:
+            server.engine.engine_core.shutdown()  # its workers and their shared memory
     except (EOFError, ConnectionError):
         code = 1  # the owner is gone: nobody to tell
     except Exception:

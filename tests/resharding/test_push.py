@@ -119,7 +119,7 @@ def test_engines_of_two_workers(kind: str, engines: int) -> None:
         tensors = tiny.changed(tiny.weights(kind), version)
         held = {rank: tiny.hold(layout, tensors) for rank, layout in sources.items()}
         receipts = [receipt for publisher in publishers for receipt in publisher.write()]
-        assert sum(receipt.written for receipt in receipts) / sum(stored) <= 1.02
+        assert sum(receipt.written for receipt in receipts) == sum(stored[:2])  # engines share what is the same
         update = weight_update(receipts)
         for i, engine in enumerate(live):
             report = engine.update_weights(update[2 * i : 2 * i + 2], version)
