@@ -4,6 +4,7 @@ Our own engines name the extension below, which brings the backend into every wo
 and with it the entry point of `vllm_plugin`, is not installed.
 """
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,10 @@ class WorkerExtension:
     def megatron_dapo_layout(self) -> tuple[Any, dict[str, str], tuple[str, ...]]:
         layout = self.weight_transfer_engine.layout
         return layout.slices, dict(layout.dtypes), layout.full
+
+    def megatron_dapo_shared_memory(self) -> str:
+        """What the names of vLLM's shared memory between CPU workers begin with; empty if it has none."""
+        return os.environ.get("VLLM_DIST_IDENT", "")
 
     def megatron_dapo_export_slots(self, nbytes: int) -> ExportedSlots:
         return export_slots(nbytes, self.weight_transfer_engine.device)

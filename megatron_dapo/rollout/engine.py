@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_dapo.models.slices import Layout
 from megatron_dapo.resharding.transport_ipc import ExportedSlots
-from megatron_dapo.rollout.processes import end_group
+from megatron_dapo.rollout.processes import end_group, remove_shared_memory
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec, environment
 from megatron_dapo.rollout.wire import pack_requests, unpack_generations
@@ -255,6 +255,8 @@ class RolloutEngine:
         while self._process.poll() is None and time.monotonic() < deadline and not self._closing:
             time.sleep(0.02)  # a process that reported its death is about to exit with its own code
         end_group(self._process.pid)
+        if self._ready.done() and self._ready.exception() is None:
+            remove_shared_memory(self._ready.result()["shared_memory"])
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:

@@ -4,8 +4,10 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+VLLM_PREFIX = "vllm_dist_"
 RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 
 
@@ -19,6 +21,14 @@ def end_group(group: int, grace_seconds: float = 2.0) -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.01)
+
+
+def remove_shared_memory(idents: Iterable[str]) -> None:
+    """Remove what vLLM's CPU workers have shared with each other under these names and do not remove themselves."""
+    for ident in idents:
+        if ident.startswith(VLLM_PREFIX):
+            for file in Path("/dev/shm").glob(f"*{ident}*"):
+                file.unlink(missing_ok=True)
 
 
 def killable(group: int) -> list[int]:

@@ -59,8 +59,12 @@ class Server:
         return isinstance(executor, MultiprocExecutor) and executor.is_failed
 
     def describe(self) -> dict[str, Any]:
-        config = self.engine.vllm_config
-        return {"pid": os.getpid(), "max_model_len": config.model_config.max_model_len, "version": self.version}
+        return {
+            "pid": os.getpid(),
+            "max_model_len": self.engine.vllm_config.model_config.max_model_len,
+            "version": self.version,
+            "shared_memory": sorted(set(self.engine.collective_rpc("megatron_dapo_shared_memory"))),
+        }
 
     def submit(self, packed: dict[str, Any]) -> None:
         if self.broken is not None:
