@@ -34,6 +34,7 @@ def ours(demo: Demo, steps: int, directory: Path) -> list[dict[str, float]]:
         f"trainer.default_local_dir={directory}",
         f"trainer.total_training_steps={steps}",
         "data.val_files=[]",
+        f"data.gen_batch_size={PROMPTS}",
         "algorithm.filter_groups.enable=false",
         "algorithm.rollout_correction.bypass_mode=true",
         "trainer.logger=[jsonl]",

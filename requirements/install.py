@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+VLLM_MODEL = "vllm.model_executor.models.qwen3_moe"
 VERSIONS = ((3, 11), (3, 14))  # from, below
 # pip's name of a setting -> uv's environment variable, and what joins several values there
 SETTINGS = {
@@ -53,6 +54,7 @@ def main() -> None:
     if args.mcore:
         uv(venv, env, "--no-deps", f"megatron-core=={args.mcore}")
     uv(venv, env, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+    compile_imports(venv)
     stamp.write_text(wanted)
     say(f"ready after {time.monotonic() - started:.0f} s")
 
@@ -152,6 +154,18 @@ def install_torch_cpu(venv: Path, env: dict[str, str]) -> None:
             return
     say(f"no CPU build of {TORCH} here or at {TORCH_CPU_INDEX}; taking the default build with its CUDA libraries")
     uv(venv, env, TORCH)
+
+
+def compile_imports(venv: Path) -> None:
+    """Bytecode of what every run imports; else each rank of a first run compiles torch and Megatron for itself."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    modules = ("megatron_dapo.trainers.sync, megatron_dapo.trainers.worker", "vllm.v1.engine.llm_engine, " + VLLM_MODEL)
+    running = [
+        subprocess.Popen([venv / "bin/python", "-c", f"import {names}"], env=env, stdout=-3, stderr=-3)
+        for names in modules
+    ]
+    for one in running:
+        one.wait()  # what does not import here says so, with its reason, where it is used
 
 
 def extra_arguments(extra: str) -> list[str]:

@@ -22,10 +22,9 @@ def correction_problems(config: Config) -> Iterator[Problem]:
         yield problem(config, PREFIX + "rollout_is_threshold", fault)
     if rule.rollout_rs is not None:
         yield from _rejection(config, rule.rollout_rs.split(","))
-    active = rule.rollout_is is not None or rule.rollout_rs is not None or rule.bypass_mode
-    if active and not config.rollout.calculate_log_probs:
-        text = "algorithm.rollout_correction compares with the rollout's log-probs: set true."
-        yield problem(config, "rollout.calculate_log_probs", text, "algorithm.rollout_correction")
+    if not config.rollout.calculate_log_probs:
+        text = "Every step compares the two engines by the rollout's log-probs: leave this at true."
+        yield problem(config, "rollout.calculate_log_probs", text)
     if rule.bypass_mode and config.actor.policy_loss.loss_mode != "vanilla":
         text = f"{PREFIX}bypass_mode brings its own loss ({PREFIX}loss_type): leave this at vanilla."
         yield problem(config, "actor.policy_loss.loss_mode", text, PREFIX + "bypass_mode")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from megatron_dapo.data import chat
 from megatron_dapo.data.errors import DataError
 from megatron_dapo.data.tables import column_names, expand, open_mapped
+
+_ENCODED_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,15 @@ class SftDataset:
         if not self._tables:
             raise DataError("no data files: set sft.train_files")
         self._ends = np.cumsum([table.num_rows for table in self._tables])
+        self._encoded = lru_cache(maxsize=_ENCODED_ROWS)(self._encode)  # small sets are encoded once, not every epoch
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> SftRow:
+        return self._encoded(index)
+
+    def _encode(self, index: int) -> SftRow:
         table = int(np.searchsorted(self._ends, index, side="right"))
         start = int(self._ends[table - 1]) if table else 0
         row = self._tables[table].slice(index - start, 1).to_pylist()[0]

@@ -57,7 +57,8 @@ def actor_loss(
     """L = policy − entropy_coeff · entropy + kl_loss_coef · KL(policy ‖ reference), each aggregated the same way.
 
     Rows without `old_log_probs` are on-policy by construction: the ratio is one and only its gradient matters. `fresh`
-    says that the weights are still those that sampled: then rows with `rollout_log_probs` tell how far the two agree.
+    says that the weights are still those that sampled: then rows with `rollout_log_probs` tell how far the two agree,
+    and the entropy is that of the policy that sampled.
     """
     token_loss = policy_loss(effective_loss_mode(actor.policy_loss.loss_mode, config))
 
@@ -71,7 +72,7 @@ def actor_loss(
         )
         total = normalizer(per_token, mask)
         report: Metrics = {**_token_means(metrics, mask), "actor/pg_loss": Sum(float(total.detach()))}
-        if "entropy" in tokens:
+        if actor.entropy_coeff:
             entropy = normalizer(tokens["entropy"], mask)
             report["actor/entropy_loss"] = Sum(float(entropy.detach()))
             total = total - actor.entropy_coeff * entropy
@@ -81,6 +82,8 @@ def actor_loss(
             total = total + actor.kl_loss_coef * kl
         if fresh and "rollout_log_probs" in field:
             report |= agreement_metrics(logprob.detach(), field["rollout_log_probs"], mask)
+            if "entropy" in tokens:
+                report["actor/entropy"] = Mean(float((tokens["entropy"].detach() * mask).sum()), float(mask.sum()))
         return total, report
 
     return loss

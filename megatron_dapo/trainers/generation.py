@@ -1,6 +1,6 @@
 """From prompts to groups: requests for every sample, spread over the engines, scored, and put together again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,9 +108,12 @@ def _group(prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[
     return Group(prompt, tuple(one for one, _ in kept), tuple(score for _, score in kept))
 
 
-def group_values(group: Group, metric: str) -> list[float]:
-    """The values by which dynamic sampling judges a group."""
-    return [filter_value(score, metric) for score in group.scores]
+def group_values(group: Group, metric: str, final: Mapping[str, Sequence[float]]) -> list[float]:
+    """The values by which dynamic sampling judges a group; `final` are its rewards after KL, where the metric asks."""
+    rewards = final.get(group.prompt.uid, [score.reward for score in group.scores])
+    return [
+        filter_value(score, metric, final_reward=reward) for score, reward in zip(group.scores, rewards, strict=True)
+    ]
 
 
 def component_rewards(groups: Sequence[Group], keys: Sequence[str]) -> dict[str, Tensor] | None:

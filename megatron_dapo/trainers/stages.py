@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -99,6 +99,18 @@ def critic_values(ranks: Ranks, batch: TensorDict) -> TensorDict:
     return _fields(batch, values=ranks.infer(batch, CRITIC, ["values"])["values"])
 
 
+def rewards_after_kl(config: Config, batch: TensorDict, coef: float) -> tuple[Float[Tensor, "b t"], dict[str, float]]:
+    """Token rewards less `coef` times the estimated KL to the reference, and what the penalty was."""
+    return kl_in_reward(
+        batch["token_level_scores"],
+        batch["old_log_probs"],
+        batch["ref_log_prob"],
+        batch["response_mask"],
+        coef=coef,
+        kind=config.algorithm.kl_penalty,
+    )
+
+
 def advantages(
     config: Config, batch: TensorDict, kl: FixedKLController, component_rewards: Mapping[str, Tensor] | None = None
 ) -> tuple[TensorDict, Metrics]:
@@ -111,9 +123,7 @@ def advantages(
     metrics: Metrics = {}
     rewards, mask = batch["token_level_scores"], batch["response_mask"]
     if algorithm.use_kl_in_reward:
-        rewards, penalty = kl_in_reward(
-            rewards, batch["old_log_probs"], batch["ref_log_prob"], mask, coef=kl.value, kind=algorithm.kl_penalty
-        )
+        rewards, penalty = rewards_after_kl(config, batch, kl.value)
         kl.update(penalty["actor/reward_kl_penalty"], len(batch))
         metrics |= {name: Mean(value, 1) for name, value in penalty.items()}
     added = {"token_level_rewards": rewards, "loss_mask": mask}

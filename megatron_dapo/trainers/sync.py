@@ -50,9 +50,24 @@ def sample_groups(run: Run, step: int) -> tuple[list[Group], Metrics]:
             groups = score_groups(run.reward, prompts, trajectories)
         scored = [group for group in groups if group.scores]
         metrics = merge(metrics, report.generation_metrics(scored))
-        sampler.add(scored, partial(group_values, metric=metric), failed=len(groups) - len(scored))
+        final = rewards_after_kl(run, scored) if metric == "seq_final_reward" else {}
+        sampler.add(scored, partial(group_values, metric=metric, final=final), failed=len(groups) - len(scored))
     groups = sampler.take()
     return groups, metrics | report.filter_metrics(sampler)
+
+
+def rewards_after_kl(run: Run, groups: list[Group]) -> dict[str, list[float]]:
+    """Per prompt the rewards less their KL penalty, for a filter that judges those; empty without KL in the reward."""
+    config, ranks = run.config, run.ranks
+    if not groups or not config.algorithm.use_kl_in_reward:
+        return {}
+    batch = to_batch(groups, run.pad_id)
+    with run.timer.stage("old_log_prob"):
+        batch = union(batch, stages.old_log_prob(ranks, config, batch)[0])
+    with run.timer.stage("ref"):
+        batch = union(batch, stages.reference_log_prob(ranks, batch))
+    rewards = iter(stages.rewards_after_kl(config, batch, run.kl.value)[0].sum(-1).tolist())
+    return {group.prompt.uid: [next(rewards) for _ in group.scores] for group in groups}
 
 
 def train_on(run: Run, groups: list[Group], step: int) -> Metrics:

@@ -96,7 +96,8 @@ class Worker(SupervisedWorker):
         """One optimizer step per mini-batch, all at the learning rate of trainer step `step`."""
         actor, engine = self.config.actor, self.engines[ACTOR]
         engine.set_step(step)
-        entropy = ["entropy"] if actor.entropy_coeff else []
+        reported = actor.calculate_entropy and self.config.algorithm.rollout_correction.bypass_mode
+        entropy = ["entropy"] if actor.entropy_coeff or reported else []
         loss_config = policy_loss_config(self.config)
         return [
             engine.train_step(

@@ -90,7 +90,7 @@ CASES = [
     ({RC + "rollout_rs": "seq_mean_k1"}, RC + "rollout_rs_threshold", "required"),
     ({RC + "rollout_rs": "token_k1,token_k2,token_k3", RC + "rollout_rs_threshold": "1,2"}, RC + "rollout_rs_threshold", "3 rules"),
     ({RC + "rollout_rs": "token_k2", RC + "rollout_rs_threshold": "1_2"}, RC + "rollout_rs_threshold", "upper bound only"),
-    ({RC + "bypass_mode": True, "rollout.calculate_log_probs": False}, "rollout.calculate_log_probs", "set true"),
+    ({"rollout.calculate_log_probs": False}, "rollout.calculate_log_probs", "at true"),
     ({RC + "bypass_mode": True, "actor.policy_loss.loss_mode": "gspo"}, "actor.policy_loss.loss_mode", "vanilla"),
     ({RC + "loss_type": "reinforce"}, RC + "loss_type", "bypass_mode"),
 ]  # fmt: skip

@@ -27,6 +27,7 @@ class Line:
             f"data.val_files=[{self.demo.data}/val.parquet]",
             f"trainer.default_local_dir={directory}",
             "data.train_batch_size=4",
+            "data.gen_batch_size=4",
             "actor.ppo_mini_batch_size=4",
             "rollout.n=4",
             "data.val_max_samples=16",

@@ -11,6 +11,11 @@ from megatron_dapo.metrics.names import undocumented
 from tests.e2e.conftest import Line, read_json, trained
 
 pytestmark = pytest.mark.slow
+FILTER_AFTER_KL = (
+    "algorithm.filter_groups.enable=true",
+    "algorithm.filter_groups.metric=seq_final_reward",
+    "algorithm.use_kl_in_reward=true",
+)
 ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
 
 
@@ -75,8 +80,9 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(line: Line, tmp_path: Path):
 
 
 def test_a_dying_engine_ends_the_run_with_one_reason(line: Line, tmp_path: Path):
-    process = line.start(tmp_path, 2, "trainer.total_training_steps=1000")
+    process = line.start(tmp_path, 2, "trainer.total_training_steps=1000", *FILTER_AFTER_KL)
     wait_for_steps(tmp_path, 1)
+    assert trained(tmp_path)[0]["training/filter_groups/kept"] >= 4  # random responses differ in length, so in KL
     engine = next(pid for pid, command in children(process.pid) if "rollout.server" in command)
     killed = time.monotonic()
     os.kill(engine, signal.SIGKILL)
