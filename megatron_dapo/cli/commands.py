@@ -109,6 +109,29 @@ def _data(args: Arguments) -> int:
     return 0
 
 
+def _eval_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="key=value",
+        help="model=DIR, data=FILE, and how to sample (docs/configuration.md, eval)",
+    )
+    parser.add_argument("--server", metavar="URL", help="ask this OpenAI-compatible server instead of an own engine")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/eval"), help="where to write; the same directory goes on"
+    )
+
+
+def _eval(args: Arguments) -> int:
+    from megatron_dapo.config.evaluation import load_eval_config
+
+    config = load_eval_config(args.words, server=args.server is not None)
+    from megatron_dapo.evaluation import evaluate
+
+    evaluate(config, args.output, args.server)
+    return 0
+
+
 def _report_arguments(parser: Parser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories; several are compared")
     parser.add_argument("--output", type=Path, help="the page to write (default: report.html in the first run)")
@@ -118,6 +141,25 @@ def _report(args: Arguments) -> int:
     from megatron_dapo.report import write_report
 
     print(write_report(args.runs, args.output))
+    return 0
+
+
+def _rollouts_arguments(parser: Parser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--step", type=int, help="which step (default: the newest; with --grep: all)")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", dest="order", action="store_const", const="best", help="highest reward first")
+    order.add_argument("--worst", dest="order", action="store_const", const="worst", help="lowest reward first")
+    parser.add_argument("--grep", metavar="REGEX", help="only where prompt, response or ground truth match")
+    parser.add_argument("--fate", metavar="WORD", help="only what was trained, dropped, surplus, …")
+    parser.add_argument("--limit", type=int, default=10, help="how many to show; 0: all")
+
+
+def _rollouts(args: Arguments) -> int:
+    from megatron_dapo.report import show_rollouts
+
+    wanted = {"step": args.step, "order": args.order, "grep": args.grep, "fate": args.fate, "limit": args.limit}
+    print(show_rollouts(args.run, **wanted), end="")
     return 0
 
 
@@ -202,9 +244,19 @@ COMMANDS: dict[str, Command] = {
         "examples: megatron-dapo data prepare gsm8k\n"
         "          megatron-dapo data prepare aime-2024 --from aime-2024.parquet --output data",
     ),
+    "eval": Command(
+        "answer prompt files with a model or a server, and say how many answers are right",
+        _eval_arguments, _eval,
+        "examples: megatron-dapo eval model=runs/demo/hf data=runs/demo/data/val.parquet max_tokens=16 n=8\n"
+        "          megatron-dapo eval model=DIR data=data/aime-2024.parquet --server http://host:8000",
+    ),
     "report": Command(
         "write one HTML page about a run, or comparing several", _report_arguments, _report,
         "example: megatron-dapo report runs/demo",
+    ),
+    "rollouts": Command(
+        "what the model said in a step, what it got for it, and why it was trained or not",
+        _rollouts_arguments, _rollouts, "example: megatron-dapo rollouts runs/demo --step 20 --worst --limit 5",
     ),
     "watch": Command(
         "follow a run in the terminal", _watch_arguments, _watch, "example: megatron-dapo watch runs/demo",

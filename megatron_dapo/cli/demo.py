@@ -60,6 +60,7 @@ def write_inputs(demo: Demo) -> None:
     """Problems, a tokenizer trained on them, and a random mixture-of-experts model of two million parameters."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from megatron_dapo.data.arithmetic import Arithmetic, write_arithmetic
     from megatron_dapo.data.tokenizer import file_texts, train_tokenizer
@@ -88,6 +89,7 @@ def write_inputs(demo: Demo) -> None:
     model = Qwen3MoeForCausalLM(config)
     # transformers starts the padding token at zero; should it ever be sampled, the norm after it has a huge gradient
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=config.initializer_range)
+    disable_progress_bar()  # transformers', for a file of eight megabytes
     model.save_pretrained(demo.init)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from megatron_dapo.config.evaluation import EvalConfig
 from megatron_dapo.config.schema import Config
 
 BEGIN, END = "<!-- keys: begin (made by `make docs`) -->", "<!-- keys: end -->"
@@ -21,6 +22,13 @@ def key_tables(model: type[BaseModel] = Config) -> str:
         rows = "\n".join(_rows(section, f"{name}.", field.default))
         parts.append(f"### {name}\n\n{_summary(section)}\n\n| key | default | meaning |\n| --- | --- | --- |\n{rows}\n")
     return "\n".join(parts)
+
+
+def eval_table() -> str:
+    """The keys of `megatron-dapo eval`, which has no sections but `reward`, the run's own."""
+    rows = "\n".join(row for row in _rows(EvalConfig, "", EvalConfig()) if not row.startswith("| `reward."))
+    about = "The words of `megatron-dapo eval`; `reward.*` as above."
+    return f"### eval\n\n{about}\n\n| key | default | meaning |\n| --- | --- | --- |\n{rows}\n"
 
 
 def _summary(section: type[BaseModel]) -> str:
@@ -59,7 +67,7 @@ def rewrite(path: Path) -> str:
     """The page with its tables brought up to date."""
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{key_tables()}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{key_tables()}\n{eval_table()}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -46,8 +46,12 @@ class TrainerConfig(Section):
     """At the end, write the policy to `<run>/hf` in Hugging Face format and compare its logits with Megatron's."""
     log_samples_every: Every = 10
     """Steps between printed sample generations; -1: none."""
+    log_expert_load_every: Every = 10
+    """Steps between reports of a mixture's expert load (`moe.jsonl`, `megatron-dapo moe`); -1: not counted at all."""
     rollout_data_dir: str | None = None
-    """Where every step's generations are dumped; null: not."""
+    """Where every step's generations are dumped, for `megatron-dapo rollouts`; null: not."""
+    rollout_data_format: Literal["jsonl", "parquet"] = "jsonl"
+    """Format of that dump."""
     balance_batch: bool = True
     """Spread sequences over data-parallel ranks by their cost."""
     full_determinism: bool = True

@@ -41,15 +41,18 @@ class PromptDataset:
     def __init__(
         self,
         files: Sequence[str | Path],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | None,
         options: PromptOptions,
         *,
         max_samples: int = -1,
     ) -> None:
-        """`max_samples` keeps the first rows only (-1: all). Raises DataError for anything wrong with files or rows."""
+        """`max_samples` keeps the first rows only (-1: all). Raises DataError for anything wrong with files or rows.
+
+        Without a tokenizer prompts stay messages, of any length: for a server that has its own.
+        """
         if options.truncation not in chat.TRUNCATIONS:
             raise DataError(f"data.truncation={options.truncation!r} must be one of {', '.join(chat.TRUNCATIONS)}")
-        if options.apply_chat_template:
+        if tokenizer is not None and options.apply_chat_template:
             chat.require_chat_template(tokenizer)
         paths = [part for file in files for part in expand(Path(file))]
         if not paths:
@@ -61,8 +64,8 @@ class PromptDataset:
         total = int(self._ends[-1])
         rows = np.arange(total if max_samples < 0 else min(total, max_samples))
         self.dropped = 0
-        if options.truncation in ("error", "drop") or options.filter_overlong_prompts:
-            rows = self._check_lengths(rows)
+        if tokenizer is not None and (options.truncation in ("error", "drop") or options.filter_overlong_prompts):
+            rows = self._check_lengths(tokenizer, rows)
         self._rows = rows
         if not len(rows):
             names = ", ".join(map(str, paths))
@@ -76,7 +79,7 @@ class PromptDataset:
         source = int(self._rows[index])
         row = self._row(source)
         messages = self._messages(row, source)
-        ids = chat.encode(self.tokenizer, self._text(messages))
+        ids = [] if self.tokenizer is None else chat.encode(self.tokenizer, self._text(self.tokenizer, messages))
         reward_model = row["reward_model"]
         return Prompt(
             uid=f"{epoch}-{index}-{attempt}",
@@ -108,13 +111,13 @@ class PromptDataset:
             raise DataError(f"{where}: {key} must be a list of turns with role and content, got {str(prompt)[:200]}")
         return chat.with_system_prompt(prompt, self.options.system_prompt)
 
-    def _text(self, messages: chat.Messages) -> str:
+    def _text(self, tokenizer: PreTrainedTokenizerBase, messages: chat.Messages) -> str:
         """What the model continues: the rendered conversation, or the bare text of its turns."""
         if not self.options.apply_chat_template:
             return "".join(message["content"] for message in messages)
-        return chat.render(self.tokenizer, messages, self.options.chat_template_kwargs)
+        return chat.render(tokenizer, messages, self.options.chat_template_kwargs)
 
-    def _check_lengths(self, rows: np.ndarray) -> np.ndarray:
+    def _check_lengths(self, tokenizer: PreTrainedTokenizerBase, rows: np.ndarray) -> np.ndarray:
         """Rows that fit. A text of fewer bytes than the limit has no more tokens, so most rows are never encoded."""
         limit = self.options.max_prompt_length
         drop = self.options.truncation == "drop" or self.options.filter_overlong_prompts
@@ -122,10 +125,10 @@ class PromptDataset:
         for start, chunk in self._chunks(len(rows)):
             texts = {}
             for source, row in enumerate(chunk, start):
-                text = self._text(self._messages(row, source))
+                text = self._text(tokenizer, self._messages(row, source))
                 if len(text.encode()) > limit:
                     texts[source] = text
-            for source, length in zip(texts, _lengths(self.tokenizer, list(texts.values())), strict=True):
+            for source, length in zip(texts, _lengths(tokenizer, list(texts.values())), strict=True):
                 fits[source] = length <= limit
                 if not fits[source] and not drop:
                     raise DataError(

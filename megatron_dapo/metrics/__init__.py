@@ -2,6 +2,7 @@
 
 from megatron_dapo.metrics.data import data_metrics, sequence_balance_metrics
 from megatron_dapo.metrics.efficiency import MlaDims, ModelDims, efficiency_metrics, peak_tflops
+from megatron_dapo.metrics.estimates import Estimate, Samples, estimates
 from megatron_dapo.metrics.jsonl import METRICS_FILE, JsonlWriter, read_jsonl
 from megatron_dapo.metrics.moe import MoELoadAccumulator, routing_disagreement, source_distance
 from megatron_dapo.metrics.moe_log import MoELog, moe_report, what_if
@@ -39,6 +40,7 @@ from megatron_dapo.metrics.validation import validation_metrics
 
 __all__ = [
     "METRICS_FILE",
+    "Estimate",
     "ExplainedVariance",
     "Histogram",
     "JsonlWriter",
@@ -53,6 +55,7 @@ __all__ = [
     "MoELog",
     "ModelDims",
     "Placement",
+    "Samples",
     "Std",
     "Sum",
     "Timer",
@@ -62,6 +65,7 @@ __all__ = [
     "data_metrics",
     "describe",
     "efficiency_metrics",
+    "estimates",
     "eviction_metrics",
     "group_metrics",
     "masked_mean",

@@ -1,6 +1,6 @@
 """How evenly tokens fall on experts: counts per layer and expert, and what they say about balance and agreement."""
 
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Hashable, Mapping, MutableMapping
 from typing import Any, Self
 
 import numpy as np
@@ -102,6 +102,12 @@ class MoELoadAccumulator:
         for part in flat.split(CPU_CHUNK if flat.device.type == "cpu" else GPU_CHUNK):
             self._add(part, torch.tensor(layer * self.num_experts, device=part.device).expand(part.shape))
 
+    def add_counts(self, counts: Int[Tensor, "layers experts"]) -> None:
+        """Adds counts made elsewhere, e.g. by the ranks."""
+        if self.counts.shape != counts.shape:
+            raise ValueError(f"counts {tuple(self.counts.shape)} and {tuple(counts.shape)} cannot be added")
+        self._cells[:-1] += counts.flatten().cpu()
+
     def merge(self, other: Self) -> None:
         """Adds another accumulator's counts (of a rank, a micro-batch, a rollout engine)."""
         if self.counts.shape != other.counts.shape:
@@ -140,6 +146,13 @@ class MoELoadAccumulator:
             self._previous = self.counts.clone()
         self._cells = torch.zeros_like(self._cells)
         self._seen.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts so far and those of the last report, which the next one's drift is measured from."""
+        return {"cells": self._cells, "previous": self._previous}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._cells, self._previous = state["cells"], state["previous"]
 
     def _tokens_per_chunk(self, ids: Tensor) -> int:
         if ids.shape[-2] != self.num_layers:

@@ -25,14 +25,17 @@ class Tracker(Protocol):
 
 
 class Console:
-    """One line per step with what a person looks at first."""
+    """One line per step with what a person looks at first, of whatever kind of run it is."""
 
     columns = (
+        ("loss", "sft/loss", "{:.4f}"),
+        ("val loss", "sft/val_loss", "{:.4f}"),
         ("reward", "critic/score/mean", "{:.3f}"),
         ("acc", "reward/acc/mean", "{:.3f}"),
         ("entropy", "actor/entropy", "{:.3f}"),
         ("kl", "actor/ppo_kl", "{:.2e}"),
         ("grad", "actor/grad_norm", "{:.2f}"),
+        ("grad", "sft/grad_norm", "{:.2f}"),
         ("len", "response_length/mean", "{:.0f}"),
         ("clip", "response_length/clip_ratio", "{:.1%}"),
         ("groups", "training/filter_groups/generated", "{:.0f}"),
@@ -42,7 +45,7 @@ class Console:
     )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        cells = [f"{label} {form.format(metrics[name])}" for label, name, form in self.columns if name in metrics]
+        cells = [f"{label} {_shown(metrics[name], form)}" for label, name, form in self.columns if name in metrics]
         validation = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val-core/")]
         print(f"step {step:>5} | " + " | ".join(cells + validation), flush=True)
 
@@ -241,6 +244,10 @@ class Trackers:
         else:
             if name in self._failures:
                 self._failures[name] = 0
+
+
+def _shown(value: float, form: str) -> str:
+    return form.format(value) if value else "0"  # not -0.00e+00
 
 
 def _stable_id(run_dir: Path) -> str:

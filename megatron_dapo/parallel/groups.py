@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from megatron.core import parallel_state as mpu
+from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_dapo.parallel.capabilities import capabilities
+from megatron_dapo.parallel.noise import hush
 from megatron_dapo.parallel.topology import Topology
 
 
@@ -22,6 +24,7 @@ def init_distributed(topology: Topology, seed: int, timeout_minutes: float = 10.
 
     Raises ValueError when the layout is illegal or the world's size differs from the topology's.
     """
+    hush()
     problems = topology.problems()
     if problems:
         raise ValueError("illegal parallel layout: " + "; ".join(problems))
@@ -41,6 +44,7 @@ def init_distributed(topology: Topology, seed: int, timeout_minutes: float = 10.
         expert_tensor_parallel_size=topology.etp,
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
     )
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # what Megatron would do by itself, with a warning
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import yaml
 
 from megatron_dapo.errors import UserError
 
 METRICS, CONFIG, SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 MOE, WHAT_IF, ROLLOUTS = "moe.jsonl", "moe_what_if.json", "rollouts"
+ROLLOUT_SUFFIXES = (".jsonl", ".parquet")
 
 Row = dict[str, Any]
 
@@ -51,9 +53,14 @@ class RunFiles:
 
     def rollout_steps(self) -> list[int]:
         """Steps whose generations were written down."""
-        return sorted(int(file.stem) for file in self._rollout_directory().glob("*.jsonl") if file.stem.isdigit())
+        files = self._rollout_directory().glob("*")
+        return sorted({int(file.stem) for file in files if file.stem.isdigit() and file.suffix in ROLLOUT_SUFFIXES})
 
     def rollouts(self, step: int) -> list[Row]:
+        """One row per trajectory of a step, as `trainers/dump.py` wrote them."""
+        table = self._rollout_directory() / f"{step}.parquet"
+        if table.is_file():
+            return pyarrow.parquet.read_table(table).to_pylist()
         return read_rows(self._rollout_directory() / f"{step}.jsonl")
 
     def _rollout_directory(self) -> Path:

@@ -77,9 +77,7 @@ def _show(live: Live, look: Any, console: Console) -> bool:
 def fetch(host: str, path: str, directory: Path) -> None:
     """Copies the small files of a remote run: its metrics, its config and its newest samples."""
     quoted = "'" + path.replace("'", "'\\''") + "'"
-    script = (
-        f"cd {quoted} && tar cf - {METRICS} $(ls {CONFIG} 2>/dev/null) $(ls -t rollouts/*.jsonl 2>/dev/null | head -1)"
-    )
+    script = f"cd {quoted} && tar cf - {METRICS} $(ls {CONFIG} 2>/dev/null) $(ls -t rollouts/* 2>/dev/null | head -1)"
     try:
         archive = subprocess.run(["ssh", host, script], capture_output=True, check=False, timeout=60)
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:

@@ -31,8 +31,12 @@ Result = Mapping[str, Any] | str  # what a reward function said, or the reason w
 class RewardManager:
     """Scores trajectories. `score` may be called from several threads at once."""
 
-    def __init__(self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase, max_response_length: int) -> None:
-        """Raises RewardError when a user's function or a reward model cannot be loaded, or the buffer does not fit."""
+    def __init__(
+        self, config: RewardConfig, tokenizer: PreTrainedTokenizerBase | None, max_response_length: int
+    ) -> None:
+        """Without a tokenizer only texts can be scored.
+
+        Raises RewardError when a user's function or a reward model cannot be loaded, or the buffer does not fit."""
         buffer = config.overlong_buffer
         if buffer.enable and not 0 < buffer.len <= max_response_length:
             raise RewardError(
@@ -41,6 +45,7 @@ class RewardManager:
             )
         self.config, self.tokenizer, self.max_response_length = config, tokenizer, max_response_length
         self._counts: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()  # what `take_counts` has told
         self._lock = threading.Lock()
         custom = config.custom_function
         function = None if custom.path is None else CustomFunction(custom.path, custom.name, dict(custom.kwargs))
@@ -59,20 +64,31 @@ class RewardManager:
         """
         if not trajectories:
             return []
+        assert self.tokenizer is not None, "token ids need a tokenizer to become text"
         ids = [list(trajectory.response_ids) for trajectory in trajectories]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self.score_texts(
+            prompts, self.tokenizer.batch_decode(ids, skip_special_tokens=True), [len(row) for row in ids]
+        )
+
+    def score_texts(self, prompts: Sequence[Prompt], texts: Sequence[str], lengths: Sequence[int]) -> list[Score]:
+        """As `score`, for responses that are text already; `lengths` are their tokens, for the length penalty."""
         results = self._results(prompts, texts)
         added: Sequence[float | str] = [0.0] * len(texts)
         if self._model is not None:
             added = self._model.score([prompt.messages for prompt in prompts], texts)
-        rows = zip(results, added, trajectories, strict=True)
-        return [self._finish(result, extra, len(trajectory.response_ids)) for result, extra, trajectory in rows]
+        return [self._finish(*row) for row in zip(results, added, lengths, strict=True)]
 
     @property
     def counts(self) -> dict[str, int]:
         """What happened so far: scored, in_process, pooled, undecided, timeouts, crashes, errors, retries, failed, …"""
         with self._lock, self._pool.lock:
             return dict(self._counts + self._pool.counts)
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since the last call."""
+        now = Counter(self.counts)
+        since, self._taken = now - self._taken, now
+        return dict(since)
 
     def worker_pids(self) -> list[int]:
         """Process ids of the verifier workers that run now."""

@@ -24,6 +24,8 @@ from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.runtime.group import LocalWorkerGroup, TorchrunWorkerGroup, WorkerGroup, control_group
 from megatron_dapo.trainers.checkpoints import CheckpointStore, step_of
 from megatron_dapo.trainers.dispatch import Dispatcher
+from megatron_dapo.trainers.dump import RolloutDump
+from megatron_dapo.trainers.expert_load import ExpertLoad
 from megatron_dapo.trainers.generation import Generator, rollout_hosts, training_sampling, validation_sampling
 from megatron_dapo.trainers.run import Run
 from megatron_dapo.trainers.stages import Ranks
@@ -140,8 +142,10 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
     stop_ids = (inputs.tokenizer.eos_token_id,)
     filters, kl, data = config.algorithm.filter_groups, config.algorithm.kl_ctrl, config.data
     hosts = rollout_hosts(config, topology, gpus=capabilities().cuda)
+    arch, every = Architecture.from_dir(config.model.path), config.trainer.log_expert_load_every
     return Run(
         config=config,
+        arch=arch,
         directory=directory,
         ranks=Ranks(group, Dispatcher(topology, config.actor.max_tokens_per_micro_batch), hosts),
         generate=Generator(group, hosts, config.trainer.seed),
@@ -160,6 +164,8 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         ),
         kl=kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon),
         trackers=Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json")),
+        dump=RolloutDump(config, inputs.tokenizer),
+        expert_load=ExpertLoad(arch, topology, directory, every) if arch.mixture is not None and every > 0 else None,
         store=CheckpointStore(directory / "checkpoints", config.trainer.max_ckpt_to_keep),
         total_steps=inputs.total_steps,
         sampling=training_sampling(config, stop_ids),

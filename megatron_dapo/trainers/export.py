@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_dapo.data.types import Prompt
 from megatron_dapo.trainers.dispatch import Dispatcher
@@ -17,6 +18,7 @@ CHECK_FILE = "export_check.json"
 def export_and_check(run: Run, prompts: int = 8) -> float:
     """Writes `<run>/hf`, reloads it with `transformers` and returns the largest difference of a logit."""
     directory = run.directory / "hf"
+    disable_progress_bar()  # transformers', while it reads the few files back
     run.ranks.group.call("export", directory=directory, source=Path(run.config.model.path))
     dataset = run.validation or run.loader.dataset
     samples = [dataset.draw(index, epoch=0) for index in range(min(prompts, len(dataset)))]

@@ -1,18 +1,15 @@
-"""What the loop tells: metrics to the trackers, a line and a sample to the reader, generations to disk."""
+"""What the loop tells: metrics to the trackers, a line and a sample to the reader, generations to the dump."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from tensordict import TensorDict
 
 from megatron_dapo.algorithms import DynamicSampler
-from megatron_dapo.data.types import Group, Score, Trajectory
+from megatron_dapo.data.types import Group
 from megatron_dapo.metrics import (
     Last,
+    Metric,
     Metrics,
     Sum,
     compute,
@@ -25,7 +22,10 @@ from megatron_dapo.metrics import (
     source_metrics,
     throughput_metrics,
     timing_metrics,
+    variance_proxy_metrics,
+    verifier_metrics,
 )
+from megatron_dapo.trainers.efficiency import stage_efficiency
 from megatron_dapo.trainers.run import Run
 
 
@@ -40,12 +40,18 @@ def generation_metrics(groups: Sequence[Group]) -> Metrics:
     return group_metrics([acc for acc, _ in rows], [uid for _, uid in rows]) if rows else {}
 
 
-def batch_metrics(run: Run, batch: TensorDict, groups: Sequence[Group]) -> Metrics:
-    """What the trained batch was like: data, rewards, sources, and how its tokens lie on the ranks."""
+def batch_metrics(
+    run: Run, batch: TensorDict, groups: Sequence[Group], updates: Mapping[str, Metric] | None = None
+) -> Metrics:
+    """What the trained batch was like: data, rewards, sources, and how its tokens lie on the ranks.
+
+    `updates` are the metrics of its updates: the variance proxy reads the gradient's norm there.
+    """
     config = run.config
     scores = [score for group in groups for score in group.scores]
     accuracies = [score.acc for score in scores]
     lengths = (batch["prompt_length"] + batch["response_length"]).tolist()
+    run.dump.trained(batch, groups)
     partition = [[row for micro in rows for row in micro] for rows in run.ranks.dispatcher.plan(torch.tensor(lengths))]
     return {
         **data_metrics(
@@ -56,7 +62,23 @@ def batch_metrics(run: Run, batch: TensorDict, groups: Sequence[Group]) -> Metri
         ),
         **source_metrics([group.prompt.data_source for group in groups for _ in group.scores], accuracies),
         **sequence_balance_metrics(lengths, partition),
+        **_variance_proxy(batch, updates or {}),
     }
+
+
+def _variance_proxy(batch: TensorDict, updates: Mapping[str, Metric]) -> Metrics:
+    """Signal and noise of the gradient, where the old-log-prob pass computed Σπ²."""
+    if "sum_pi_squared" not in batch:
+        return {}
+    norm = compute({name: updates[name] for name in ("actor/grad_norm",) if name in updates})
+    return variance_proxy_metrics(
+        batch["sum_pi_squared"],
+        batch["old_log_probs"],
+        batch["advantages"],
+        batch["response_mask"],
+        gradient_norm=norm.get("actor/grad_norm"),
+        rollout_is_weights=batch.get("rollout_is_weights"),
+    )
 
 
 def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
@@ -67,11 +89,15 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
     total = responses + prompts
     metrics = merge(metrics, timing_metrics(seconds, responses, total))
     metrics = merge(metrics, throughput_metrics(total, seconds["step"], run.ranks.group.size))
+    metrics = merge(metrics, stage_efficiency(run.arch, run.config, groups, seconds, run.ranks.group.size))
     metrics = merge(metrics, memory_metrics())
+    metrics = merge(metrics, verifier_metrics(run.reward.take_counts()))
+    if run.expert_load is not None:
+        metrics = merge(metrics, run.expert_load.step(run.ranks.group, run.step, last=run.step == run.total_steps))
     metrics["training/epoch"] = Last(run.loader.epoch)
     log(run, run.step, metrics)
+    run.dump.write(run.step, groups)
     if groups:
-        _dump(run, groups)
         every = run.config.trainer.log_samples_every
         if every > 0 and (run.step % every == 0 or run.step == 1):
             _print_samples(run, groups[0])
@@ -90,30 +116,3 @@ def _print_samples(run: Run, group: Group) -> None:
     for score, trajectory in {id(pair): pair for pair in (ranked[0], ranked[-1])}.values():
         text = run.tokenizer.decode(list(trajectory.response_ids), skip_special_tokens=True)
         print(f"    reward {score.reward:+.2f}: {text!r}", flush=True)
-
-
-def _dump(run: Run, groups: Sequence[Group]) -> None:
-    """`rollouts/{step}.jsonl`: one line per trajectory, for `megatron-dapo rollouts` and the report."""
-    if run.config.trainer.rollout_data_dir is None:
-        return
-    directory = Path(run.config.trainer.rollout_data_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{run.step}.jsonl").open("w", encoding="utf-8") as stream:
-        for group in groups:
-            for trajectory, score in zip(group.trajectories, group.scores, strict=True):
-                stream.write(json.dumps(_line(run, group, trajectory, score), ensure_ascii=False) + "\n")
-
-
-def _line(run: Run, group: Group, trajectory: Trajectory, score: Score) -> dict[str, Any]:
-    return {
-        "step": run.step,
-        "uid": group.prompt.uid,
-        "sample": trajectory.sample,
-        "data_source": group.prompt.data_source,
-        "prompt": group.prompt.messages[-1]["content"],
-        "response": run.tokenizer.decode(list(trajectory.response_ids), skip_special_tokens=True),
-        "ground_truth": group.prompt.ground_truth,
-        "length": len(trajectory.response_ids),
-        "finish_reason": trajectory.finish_reason,
-        **{name: value for name, value in asdict(score).items() if name != "extra"},
-    }

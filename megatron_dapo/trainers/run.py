@@ -13,10 +13,13 @@ from megatron_dapo.config import Config
 from megatron_dapo.data.dataset import PromptDataset, PromptLoader
 from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import Timer, Trackers
+from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.rewards import RewardManager
 from megatron_dapo.rollout.requests import Sampling
 from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.trainers.checkpoints import CheckpointStore
+from megatron_dapo.trainers.dump import RolloutDump
+from megatron_dapo.trainers.expert_load import ExpertLoad
 from megatron_dapo.trainers.generation import Generator
 from megatron_dapo.trainers.stages import Ranks
 
@@ -28,6 +31,7 @@ class Run:
     """The driver's side of a run. `step` is the last finished step."""
 
     config: Config
+    arch: Architecture
     directory: Path
     ranks: Ranks
     generate: Generator
@@ -38,6 +42,8 @@ class Run:
     sampler: DynamicSampler
     kl: FixedKLController
     trackers: Trackers
+    dump: RolloutDump
+    expert_load: ExpertLoad | None  # None: a dense model, or not wanted
     store: CheckpointStore
     total_steps: int
     sampling: Sampling
@@ -58,6 +64,7 @@ class Run:
             "loader": self.loader.state_dict(),
             "sampler": self.sampler.state_dict(),
             "kl": self.kl.state_dict(),
+            "expert_load": None if self.expert_load is None else self.expert_load.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,6 +72,8 @@ class Run:
         self.loader.load_state_dict(state["loader"])
         self.sampler.load_state_dict(state["sampler"])
         self.kl.load_state_dict(state["kl"])
+        if self.expert_load is not None and state.get("expert_load"):
+            self.expert_load.load_state_dict(state["expert_load"])
 
     def save(self) -> Path:
         """A checkpoint of this step: all ranks write, then it becomes the latest in one move, or leaves no trace."""
@@ -93,3 +102,5 @@ class Run:
         self.ranks.group.close()
         self.reward.close()
         self.trackers.close()
+        if self.expert_load is not None:
+            self.expert_load.close()

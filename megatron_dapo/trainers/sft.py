@@ -12,7 +12,7 @@ from megatron_dapo.data.sft import SftDataset, SftRow
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.engine.losses import Normalizer
 from megatron_dapo.errors import UserError
-from megatron_dapo.metrics import Last, Mean, Metrics, Timer, Trackers, compute
+from megatron_dapo.metrics import Mean, Metrics, Timer, Trackers, compute, throughput_metrics, timing_metrics
 from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.trainers.stages import MiniBatchRows, Ranks
 from megatron_dapo.trainers.worker import ACTOR
@@ -65,12 +65,14 @@ def fit_sft(run: SftRun) -> None:
     sft, timer = run.config.sft, Timer()
     batches = _batches(run)
     for step in range(1, run.rows.total_steps + 1):
+        rows = next(batches)
         with timer.stage("step"):
-            metrics = train_step(run.ranks, next(batches), step)
+            metrics = train_step(run.ranks, rows, step)
             last = step == run.rows.total_steps or bool(run.stop)
             if run.rows.validation is not None and (last or (sft.eval_every and step % sft.eval_every == 0)):
                 metrics |= evaluate(run)
-        metrics["timing_s/step"] = Last(timer.pop()["step"])
+        seconds, tokens = timer.pop(), sum(len(row.token_ids) for row in rows)
+        metrics |= timing_metrics(seconds) | throughput_metrics(tokens, seconds["step"], run.ranks.group.size)
         run.trackers.log(step, compute(metrics))
         if last:
             break

@@ -222,13 +222,16 @@ def _fields(batch: TensorDict, **fields: Tensor) -> TensorDict:
     return TensorDict(fields, batch_size=batch.batch_size)
 
 
+_ROLE_LOSSES = {"critic": "critic/vf_loss", "sft": "sft/loss"}
+
+
 def _merge_updates(by_rank: Sequence[Sequence[StepResult]]) -> Metrics:
     """Exact over ranks and micro-batches; a loss is the sum of its shares, then the mean over optimizer steps."""
     metrics: Metrics = {}
     for results in zip(*by_rank, strict=True):
         step = reduce(result.metrics for result in results)
         step = {name: Mean(metric.value, 1) if isinstance(metric, Sum) else metric for name, metric in step.items()}
-        role = "critic" if "critic/vf_loss" in step else "actor"
+        role = next((role for role, loss in _ROLE_LOSSES.items() if loss in step), "actor")
         step |= {f"{role}/grad_norm": Mean(results[0].grad_norm, 1), f"{role}/lr": Last(results[0].lr)}
         metrics = merge(metrics, step)
     return metrics

@@ -51,7 +51,9 @@ def sample_groups(run: Run, step: int) -> tuple[list[Group], Metrics]:
         scored = [group for group in groups if group.scores]
         metrics = merge(metrics, report.generation_metrics(scored))
         final = rewards_after_kl(run, scored) if metric == "seq_final_reward" else {}
-        sampler.add(scored, partial(group_values, metric=metric, final=final), failed=len(groups) - len(scored))
+        values_of = partial(group_values, metric=metric, final=final)
+        kept = sampler.add(scored, values_of, failed=len(groups) - len(scored))
+        run.dump.filtered(scored, kept, values_of)
     groups = sampler.take()
     return groups, metrics | report.filter_metrics(sampler)
 
@@ -95,7 +97,7 @@ def train_on(run: Run, groups: list[Group], step: int) -> Metrics:
     if config.trainer.critic_warmup <= step:
         with timer.stage("update_actor"):
             metrics = merge(metrics, stages.update_actor(ranks, config, batch, step))
-    return merge(merge(metrics, adv_metrics), report.batch_metrics(run, batch, groups))
+    return merge(merge(metrics, adv_metrics), report.batch_metrics(run, batch, groups, metrics))
 
 
 def greedy_baselines(run: Run, groups: list[Group], step: int) -> TensorDict:

@@ -1,6 +1,7 @@
 """Validation during training: held-out prompts, sampled or greedy, through the same engines and verifiers."""
 
-from megatron_dapo.metrics import Metrics, validation_metrics
+from megatron_dapo.evaluation.summary import scored_metrics
+from megatron_dapo.metrics import Metrics
 from megatron_dapo.trainers.generation import score_groups
 from megatron_dapo.trainers.run import Run
 
@@ -20,9 +21,4 @@ def validate(run: Run) -> Metrics:
             trajectories = run.generate(prompts, n, run.validation_sampling, step=-1)
             groups += score_groups(run.reward, prompts, trajectories)
     rows = [(group.prompt, score) for group in groups for score in group.scores]
-    return validation_metrics(
-        [prompt.data_source for prompt, _ in rows],
-        [prompt.uid for prompt, _ in rows],
-        {"acc": [score.acc for _, score in rows], "reward": [score.raw for _, score in rows]},
-        [score.extra.get("pred") for _, score in rows],
-    )
+    return scored_metrics([prompt for prompt, _ in rows], [score for _, score in rows])

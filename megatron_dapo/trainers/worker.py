@@ -30,6 +30,7 @@ from megatron_dapo.resharding.transport_shm import Receipt, WeightPublisher
 from megatron_dapo.rollout.engine import RolloutEngine
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec
+from megatron_dapo.trainers.expert_load import Counts, RankLoad
 from megatron_dapo.trainers.generation import rollout_hosts
 
 ACTOR, REFERENCE, CRITIC = "actor", "ref", "critic"
@@ -89,7 +90,12 @@ class Worker(SupervisedWorker):
         self.config, self.arch, self.topology, self.rank = config, arch, topology, rank
         self.publisher: WeightPublisher | None = None
         self._storages: dict[str, Tensor] = {}
-        self.rollout = start_rollout(config, topology, rank)  # its process loads while Megatron is being built
+        counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
+        replays = config.model.router_replay == "R3"
+        self.expert_load = RankLoad(arch, keep_routing=replays) if counted else None
+        self.rollout = start_rollout(
+            config, topology, rank, routed_experts=counted or replays
+        )  # its process loads while Megatron is being built
         self.engines = build_engines(config, arch, topology, total_steps)
 
     def update_actor(self, mini_batches: list[MiniBatch], *, step: int) -> list[StepResult]:
@@ -119,7 +125,12 @@ class Worker(SupervisedWorker):
 
     def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
         """Samples on this rank's engine; ranks without one get no requests."""
-        return self.rollout.generate(requests) if self.rollout is not None and requests else []
+        generations = self.rollout.generate(requests) if self.rollout is not None and requests else []
+        return generations if self.expert_load is None else self.expert_load.sampled(generations)
+
+    def take_expert_load(self) -> Counts:
+        """Where tokens went on this rank since the last call."""
+        return Counts(None, None) if self.expert_load is None else self.expert_load.take()
 
     def rollout_layouts(self) -> tuple[list[Layout], dict[str, str]]:
         """What each tensor-parallel rank of this rank's engine stores, and in which dtypes; empty without an engine."""
@@ -218,7 +229,7 @@ def correction_config(config: Config) -> RolloutCorrectionConfig:
     return RolloutCorrectionConfig(**config.algorithm.rollout_correction.model_dump(exclude={"preset"}))
 
 
-def start_rollout(config: Config, topology: Topology, rank: int) -> RolloutEngine | None:
+def start_rollout(config: Config, topology: Topology, rank: int, *, routed_experts: bool) -> RolloutEngine | None:
     """Starts this rank's vLLM process, if it hosts one; does not wait for it."""
     hosts = rollout_hosts(config, topology, gpus=capabilities().cuda)
     if rank not in hosts:
@@ -237,7 +248,7 @@ def start_rollout(config: Config, topology: Topology, rank: int) -> RolloutEngin
             kv_cache_gb=rollout.kv_cache_gb,
             enforce_eager=rollout.enforce_eager,
             enable_prefix_caching=rollout.enable_prefix_caching,
-            routed_experts=config.model.router_replay == "R3",
+            routed_experts=routed_experts,
             seed=config.trainer.seed,
             name=f"rollout-{index}",
             gpus=tuple(range(local, local + width)) if capabilities().cuda else None,  # untested on GPU

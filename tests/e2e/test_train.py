@@ -74,6 +74,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(line: Line, tmp_path: Path):
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=150)
     assert process.returncode == 130, output
+    assert "Warning" not in output and "\r" not in output, output  # nothing but what the run has to say
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").exists()
     assert not processes_of(tmp_path)
     assert set(os.listdir("/dev/shm")) <= segments

@@ -21,6 +21,16 @@ def test_jsonl_is_always_written_and_the_console_has_one_line(tmp_path, capsys):
     assert out.count("\n") == 1 and "reward 0.500" in out and "val-core/aime/acc/mean@1 0.250" in out
 
 
+def test_the_console_fits_every_kind_of_run_and_zero_is_zero(tmp_path, capsys):
+    trackers = Trackers(["console"], tmp_path, CONFIG)
+    trackers.log(1, {"actor/ppo_kl": -0.0, "actor/grad_norm": 0.25})
+    trackers.log(2, {"sft/loss": 1.5, "sft/val_loss": 1.25, "sft/grad_norm": 2.0, "perf/time_per_step": 0.5})
+    assert capsys.readouterr().out.splitlines() == [
+        "step     1 | kl 0 | grad 0.25",
+        "step     2 | loss 1.5000 | val loss 1.2500 | grad 2.00 | s 0.5",
+    ]
+
+
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(tmp_path):
     with pytest.raises(ValueError, match=r"unknown tracker 'wand'.*wandb"):
         Trackers(["wand"], tmp_path, CONFIG)

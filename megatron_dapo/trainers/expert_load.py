@@ -1,0 +1,147 @@
+"""Where the tokens of a mixture of experts went, in rollout and in training: counted on the ranks, told by the driver.
+
+Ranks count what their engine sampled and what their routers chose, so that routing itself (a byte per token, layer and
+choice) travels no further than it must; the driver adds the counts up.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from megatron_dapo.metrics import (
+    Last,
+    Metrics,
+    MoELoadAccumulator,
+    MoELog,
+    Placement,
+    megatron_placement,
+    placement_metrics,
+    source_distance,
+)
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.rollout.requests import Generation
+from megatron_dapo.runtime.group import WorkerGroup
+
+ROLLOUT, TRAINING = "rollout", "training"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """One rank's share since it was last asked, `[layers, experts]`; None where it has no such source."""
+
+    rollout: Int[Tensor, "layers experts"] | None
+    training: Int[Tensor, "layers experts"] | None
+
+
+class RankLoad:
+    """A rank's side: counts its engine's samples and its routers' choices until the driver takes them."""
+
+    def __init__(self, arch: Architecture, *, keep_routing: bool) -> None:
+        assert arch.mixture is not None, "a dense model routes nothing"
+        self.moe_layers, self.all_layers = arch.mixture.layers, arch.layers
+        self.keep_routing = keep_routing
+        self._rollout = MoELoadAccumulator(len(self.moe_layers), arch.mixture.experts)
+        self._training: Tensor | None = None
+
+    def sampled(self, generations: Sequence[Generation]) -> list[Generation]:
+        """Counts the response tokens of what was sampled; hands it on without its routing unless that is needed."""
+        for generation in generations:
+            if generation.routed_experts is not None:
+                self._rollout.update_trajectory(
+                    self._of_moe_layers(generation.routed_experts), len(generation.token_ids)
+                )
+        return list(generations) if self.keep_routing else [replace(one, routed_experts=None) for one in generations]
+
+    def trained(self, counts: Int[Tensor, "layers experts"]) -> None:
+        """Adds what this rank's routers chose in one pass."""
+        self._training = counts if self._training is None else self._training + counts
+
+    def take(self) -> Counts:
+        """What was counted since the last time."""
+        rollout = self._rollout.counts.clone() if self._rollout.counts.any() else None
+        taken = Counts(rollout, self._training)
+        self._rollout.reset()
+        self._training = None
+        return taken
+
+    def _of_moe_layers(self, routed: np.ndarray) -> np.ndarray:
+        """On GPU vLLM tells a row of choices for dense layers too. # untested on GPU"""
+        whole = routed.shape[1] == self.all_layers != len(self.moe_layers)
+        return routed[:, list(self.moe_layers)] if whole else routed
+
+
+class ExpertLoad:
+    """The driver's side: balance of both sources every step, and a report in `moe.jsonl` every so many steps."""
+
+    def __init__(self, arch: Architecture, topology: Topology, directory: Path, every: int) -> None:
+        assert arch.mixture is not None, "a dense model routes nothing"
+        shape = len(arch.mixture.layers), arch.mixture.experts
+        self.placement = training_placement(arch, topology)
+        self.every = every
+        self._sources = {source: MoELoadAccumulator(*shape, prefix=f"{source}/moe") for source in (ROLLOUT, TRAINING)}
+        self._since_report = {source: MoELoadAccumulator(*shape) for source in (ROLLOUT, TRAINING)}
+        self._log = MoELog(directory)
+
+    def step(self, group: WorkerGroup, step: int, *, last: bool) -> Metrics:
+        """Collects the counts of all ranks; the metrics of the step that ends."""
+        for counts in group.call("take_expert_load"):
+            for source, of_rank in ((ROLLOUT, counts.rollout), (TRAINING, counts.training)):
+                if of_rank is not None:
+                    self._sources[source].add_counts(of_rank)
+                    self._since_report[source].add_counts(of_rank)
+        values: dict[str, float] = {}
+        if all(counter.counts.any() for counter in self._sources.values()):
+            values |= source_distance(self._sources[ROLLOUT], self._sources[TRAINING])
+        for counter in self._sources.values():
+            if counter.counts.any():
+                values |= placement_metrics(counter.counts.numpy(), self.placement, counter.prefix)
+                counter.add_to_metrics(values)
+        if step == 1 or step % self.every == 0 or last:
+            self._write(step)
+        return {name: Last(value) for name, value in values.items()}
+
+    def _write(self, step: int) -> None:
+        for source, counted in self._since_report.items():
+            if counted.counts.any():
+                self._log.write(step, source, counted, self.placement)
+                counted.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: drift is then measured across a resumption too."""
+        return {name: counter.state_dict() for name, counter in self._counters().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, counter in self._counters().items():
+            counter.load_state_dict(state[name])
+
+    def _counters(self) -> dict[str, MoELoadAccumulator]:
+        reports = {f"{source}/since_report": counter for source, counter in self._since_report.items()}
+        return {**self._sources, **reports}
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def training_placement(arch: Architecture, topology: Topology) -> Placement:
+    """Where the trainer keeps the experts of each mixture layer."""
+    assert arch.mixture is not None
+    number = {layer: index for index, layer in enumerate(arch.mixture.layers)}
+    stages: list[list[int]] = [[] for _ in range(topology.pipeline)]
+    for stage in topology.stages(arch.layers):
+        stages[stage.pp] += [number[layer] for layer in stage.layers if layer in number]
+    return megatron_placement(
+        len(number),
+        arch.mixture.experts,
+        world=topology.world,
+        expert=topology.expert,
+        expert_tensor=topology.etp,
+        stage_layers=stages,
+        gpus_per_node=min(topology.world, torch.cuda.device_count() or topology.world),
+    )
