@@ -243,6 +243,7 @@ PROGRESS = Family(
     "`step` is the key of every row; these are written beside it.",
     (
         Name("training/global_step", "steps", "", "The step, as in `step`."),
+        Name("training/total_steps", "steps", "", "The step at which the run ends."),
         Name("training/epoch", "epochs", "", "Passes over the prompt file begun."),
     ),
 )

@@ -2,13 +2,17 @@
 
 import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from megatron_dapo.metrics.jsonl import METRICS_FILE, JsonlWriter
 
@@ -25,7 +29,10 @@ class Tracker(Protocol):
 
 
 class Console:
-    """One line per step with what a person looks at first, of whatever kind of run it is."""
+    """One line per step with what a person looks at first, of whatever kind of run it is; on a terminal a bar below it.
+
+    How far it is comes from `training/total_steps`; the time left from the pace since this process began.
+    """
 
     columns = (
         ("loss", "sft/loss", "{:.4f}"),
@@ -44,13 +51,34 @@ class Console:
         ("tok/s/gpu", "perf/throughput", "{:.0f}"),
     )
 
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began: tuple[float, int] | None = None
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, auto_refresh=False, transient=True, disable=not sys.stdout.isatty())
+        self._task = self._bar.add_task("steps", total=None)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        total = int(metrics.get("training/total_steps", 0))
         cells = [f"{label} {_shown(metrics[name], form)}" for label, name, form in self.columns if name in metrics]
         validation = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val-core/")]
-        print(f"step {step:>5} | " + " | ".join(cells + validation), flush=True)
+        line = f"step {step:>5}" + (f"/{total}" if total else "")
+        text = " | ".join([line, *cells, *validation, *self._time_left(step, total)])
+        self._bar.start()
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._bar.update(self._task, completed=step, total=total or None, refresh=True)
 
     def close(self) -> None:
-        pass
+        self._bar.stop()
+
+    def _time_left(self, step: int, total: int) -> list[str]:
+        if self._began is None:
+            self._began = (self._clock(), step)
+            return []
+        began, first = self._began
+        if not total or step == first:
+            return []
+        return [f"eta {timedelta(seconds=round((self._clock() - began) / (step - first) * (total - step)))}"]
 
 
 class Jsonl:

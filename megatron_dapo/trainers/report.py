@@ -105,7 +105,7 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
 
 def log(run: Run, step: int, metrics: Metrics) -> None:
     """Plain numbers to every tracker."""
-    values = compute({**metrics, "training/global_step": Last(step)})
+    values = compute({**metrics, "training/global_step": Last(step), "training/total_steps": Last(run.total_steps)})
     run.trackers.log(step, values)
 
 

@@ -12,7 +12,7 @@ from megatron_dapo.data.sft import SftDataset, SftRow
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.engine.losses import Normalizer
 from megatron_dapo.errors import UserError
-from megatron_dapo.metrics import Mean, Metrics, Timer, Trackers, compute, throughput_metrics, timing_metrics
+from megatron_dapo.metrics import Last, Mean, Metrics, Timer, Trackers, compute, throughput_metrics, timing_metrics
 from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.trainers.stages import MiniBatchRows, Ranks
 from megatron_dapo.trainers.worker import ACTOR
@@ -73,6 +73,7 @@ def fit_sft(run: SftRun) -> None:
                 metrics |= evaluate(run)
         seconds, tokens = timer.pop(), sum(len(row.token_ids) for row in rows)
         metrics |= timing_metrics(seconds) | throughput_metrics(tokens, seconds["step"], run.ranks.group.size)
+        metrics["training/total_steps"] = Last(run.rows.total_steps)
         run.trackers.log(step, compute(metrics))
         if last:
             break

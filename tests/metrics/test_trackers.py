@@ -7,7 +7,7 @@ import types
 import pytest
 
 from megatron_dapo.metrics import Trackers, read_jsonl
-from megatron_dapo.metrics.trackers import GIVE_UP_AFTER, OPENERS
+from megatron_dapo.metrics.trackers import GIVE_UP_AFTER, OPENERS, Console
 
 CONFIG = {"trainer": {"project_name": "p", "experiment_name": "e"}, "rollout": {"n": 4}}
 
@@ -28,6 +28,17 @@ def test_the_console_fits_every_kind_of_run_and_zero_is_zero(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         "step     1 | kl 0 | grad 0.25",
         "step     2 | loss 1.5000 | val loss 1.2500 | grad 2.00 | s 0.5",
+    ]
+
+
+def test_the_console_says_how_far_it_is_and_how_long_it_will_take(capsys):
+    console = Console(clock=iter([10.0, 14.0]).__next__)
+    for step in (3, 5):
+        console.log(step, {"training/total_steps": 50, "actor/grad_norm": 0.25})
+    console.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "step     3/50 | grad 0.25",
+        "step     5/50 | grad 0.25 | eta 0:01:30",
     ]
 
 
