@@ -1,6 +1,7 @@
 """A name → function table with clear errors; the policy losses and the advantage estimators each have one."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Generic, TypeVar
 
 F = TypeVar("F", bound=Callable)
@@ -29,6 +30,16 @@ class Registry(Generic[F]):
             return self._functions[name]
         except KeyError:
             raise ValueError(f"unknown {self.kind} {name!r}; registered are {self.names()}") from None
+
+    def find(self, name: str) -> F:
+        """A registered function, or the `function` of a user's module: `package.module:function`."""
+        module, colon, function = name.partition(":")
+        if not colon:
+            return self[name]
+        try:
+            return import_module(module).__dict__[function]
+        except (ImportError, KeyError) as error:
+            raise ValueError(f"{self.kind} {name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
     def names(self) -> list[str]:
         """The registered names, sorted."""

@@ -194,9 +194,20 @@ class PromptLoader:
         self._order = self._permutation(self.epoch)
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.dataset))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
+        return permutation(len(self.dataset), self.seed, epoch, self.shuffle)
+
+
+def permutation(rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """The order in which an epoch draws its rows."""
+    return np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
+
+
+def drawn_uids(state: Mapping[str, int | bool]) -> Iterator[str]:
+    """Every draw that a loader with this saved state has made, in order."""
+    rows, seed, shuffle = int(state["rows"]), int(state["seed"]), bool(state["shuffle"])
+    for epoch in range(int(state["epoch"]) + 1):
+        count = rows if epoch < state["epoch"] else int(state["offset"])
+        yield from (f"{epoch}-{index}-0" for index in permutation(rows, seed, epoch, shuffle)[:count])
 
 
 def _open_prompts(path: Path, prompt_key: str) -> pa.Table:

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megatron_dapo.data.dataset import drawn_uids
 from megatron_dapo.errors import UserError
 
 LEDGER_FILE = "ledger.jsonl"
@@ -29,7 +32,7 @@ class Ledger:
 
     def issue(self, uids: Iterable[str]) -> None:
         """These prompts are sent (again)."""
-        self._sent.update(uids)
+        self._sent.update(list(uids))  # a mapping would be added up
 
     def close(self, uid: str, outcome: str, step: int) -> None:
         """The end of a draw. Raises ValueError for one that is not open."""
@@ -75,6 +78,17 @@ class Ledger:
 def read_ledger(path: Path) -> list[dict[str, Any]]:
     """The closed draws in order of closing. A line torn by a crash at the very end does not count."""
     return [json.loads(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def audit_checkpoint(run: Path, step: int) -> list[str]:
+    """`audit` of a streaming run as of a checkpoint of it."""
+    directory = run / "checkpoints" / f"global_step_{step}"
+    size = torch.load(directory / "ledger.pt", weights_only=False)["ledger"]["bytes"]
+    closed = [json.loads(line) for line in (run / LEDGER_FILE).read_bytes()[:size].splitlines()]
+    saved = torch.load(directory / "queue.pt", weights_only=False)
+    outstanding = [key for key, (tags, _) in saved.items() if tags["is_prompt"]]
+    loader = torch.load(directory / "trainer_state.pt", weights_only=False)["loader"]
+    return audit(closed, outstanding, drawn_uids(loader))
 
 
 def audit(closed: Iterable[Mapping[str, Any]], outstanding: Iterable[str], drawn: Iterable[str]) -> list[str]:
