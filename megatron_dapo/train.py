@@ -27,7 +27,7 @@ def train(config: Config) -> None:
         if driver or control is None:
             group = bringup.worker_group(worker, control)
             run = bringup.build_run(config, topology, group, inputs, stop)
-            stages.connect_rollout(run.ranks, bringup.segment_prefix())
+            run.ranks = stages.connect_rollout(run.ranks, arch, config.rollout.weight_transport)
             bringup.resume(run)
             sync.fit(run)
             if config.trainer.export_hf and not stop:

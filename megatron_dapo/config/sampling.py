@@ -107,6 +107,9 @@ class RolloutConfig(Section):
     """No graph capture; null: true on a machine without GPU, false with."""
     enable_prefix_caching: bool = True
     """Share the KV cache of equal prompts."""
+    weight_transport: Literal["auto", "shared_memory", "ring", "peers"] = "auto"
+    """How weights reach the engines. auto: `shared_memory` if all is on one host, else `peers` (send and receive).
+    `ring`: shared memory of two buckets, less of it and both sides at work at once."""
     stop: Strings = ()
     """Strings that end a response."""
     ignore_eos: bool = False

@@ -69,13 +69,20 @@ def source_metrics(sources: Sequence[str], accuracies: Sequence[float]) -> Metri
 
 
 def push_metrics(
-    seconds: float, num_bytes: int, *, bound_seconds: float | None = None, checksum_ok: bool | None = None
+    seconds: float,
+    num_bytes: int,
+    *,
+    received: int | None = None,
+    stored: int = 1,
+    bound_seconds: float | None = None,
+    checksum_ok: bool | None = None,
 ) -> Metrics:
     """The push of weights into the rollout engines: `push/*`.
 
-    `num_bytes` are the bytes that moved, `bound_seconds` what they cost at the transport's speed (a plain copy of as
-    many bytes): `push/ratio_to_bound` is 1 when nothing but the copy costs time. `push/checksum_ok` is 1 when what the
-    engines hold is what the trainer sent, and the smallest of all pushes counts.
+    `num_bytes` are the bytes that moved, `received` those that the engines' ranks counted, `stored` the weights that
+    these keep, and so the fewest bytes possible. `bound_seconds` is what the bytes cost at the transport's speed (a
+    plain copy of as many): `push/ratio_to_bound` is 1 when nothing but the copy costs time. `push/checksum_ok` is 1
+    when what the engines hold is what the trainer sent, and the smallest of all pushes counts.
     """
     metrics: Metrics = {
         "push/seconds": Sum(seconds),
@@ -83,6 +90,9 @@ def push_metrics(
         "push/bytes": Sum(num_bytes),
         "push/gigabytes_per_s": Mean(num_bytes / 1e9, seconds),
     }
+    if received is not None:
+        metrics["push/bytes_received"] = Sum(received)
+        metrics["push/received_over_stored"] = Mean(received, stored)
     if bound_seconds is not None:
         metrics["push/ratio_to_bound"] = Mean(seconds, bound_seconds)
     if checksum_ok is not None:

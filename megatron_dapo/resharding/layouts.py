@@ -86,7 +86,9 @@ def segment(layout: Layout, dtypes: Mapping[str, str]) -> Segment:
 def share_equal(layouts: Mapping[int, Layout]) -> dict[int, Layout]:
     """The same layouts, equal ones as one object: planning looks at it once, and pickling sends it once."""
     known: dict[Layout, Layout] = {}
-    return {holder: known.setdefault(layout, layout) for holder, layout in layouts.items()}
+    first = {id(layout): layout for layout in layouts.values()}  # hashing a layout is slow, and is done once for each
+    shared = {key: known.setdefault(layout, layout) for key, layout in first.items()}
+    return {holder: shared[id(layout)] for holder, layout in layouts.items()}
 
 
 def digest(layout: Layout, dtypes: Mapping[str, str]) -> str:

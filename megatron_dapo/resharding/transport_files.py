@@ -128,6 +128,7 @@ class FileReceiver:
         self.layout, self.segment = layout, place
         self.paths: list[str] = details["paths"]
         self.bucket_bytes: int = details["bucket_bytes"]
+        self.received = 0  # bytes of the last push, with their checksums
 
     def serves(self, details: Mapping[str, Any]) -> bool:
         return False  # the next push has other files
@@ -144,6 +145,7 @@ class FileReceiver:
                 for path, file, sent in files:
                     if r in sent:
                         unpack(sent[r], read_message(path, file, sent[r]), self.layout, held)
+                        self.received += sent[r].nbytes
                 yield from held.items()
         finally:
             for _, file, _ in files:

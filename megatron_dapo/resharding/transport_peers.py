@@ -5,8 +5,10 @@ A round (see `messages`) is one message per pair. Everybody goes through (round,
 nobody waits in a circle; a sender packs one message while the one before it is on its way.
 """
 
+import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -51,10 +53,36 @@ class Meeting:
         return "cuda" if self.backend == "nccl" else "cpu"
 
 
+def own_address() -> str:
+    """The address at which other hosts reach this one; loopback where there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation: nothing is sent there
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+CALLED_OFF = "called off"
+POLL_SECONDS = 0.01
+
+
+def open_store(meeting: Meeting, master: bool) -> Store:
+    timeout = timedelta(seconds=meeting.timeout_seconds)
+    store = TCPStore(meeting.host, meeting.port, is_master=master, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(meeting.name, store)
+
+
+def call_off(meeting: Meeting, reason: str) -> None:
+    """Tell everybody who waits at the meeting, or will, that somebody does not come."""
+    with contextlib.suppress(RuntimeError):  # nobody ever waited there
+        open_store(meeting, master=False).set(CALLED_OFF, reason)
 
 
 class PeerGroup:
@@ -63,15 +91,28 @@ class PeerGroup:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = rank
         timeout = timedelta(seconds=meeting.timeout_seconds)
-        store = TCPStore(meeting.host, meeting.port, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
-        self.store: Store = PrefixStore(meeting.name, store)
+        self.store = open_store(meeting, master=rank == 0)
         size = meeting.sources + meeting.destinations
+        self._wait_for_all(size, meeting.timeout_seconds)
         if meeting.backend == "nccl":  # untested on GPU
             from torch._C._distributed_c10d import ProcessGroupNCCL
 
             self.group: Any = ProcessGroupNCCL(self.store, rank, size, ProcessGroupNCCL.Options())
         else:
             self.group = ProcessGroupGloo(self.store, rank, size, timeout)
+
+    def _wait_for_all(self, size: int, seconds: float) -> None:
+        """Building the group waits for everybody, deaf to anything else; here one hears that the push is called off."""
+        self.store.set(f"here {self.rank}", "")
+        keys = [f"here {rank}" for rank in range(size)]
+        deadline = time.monotonic() + seconds
+        while not self.store.check(keys):
+            if self.store.check([CALLED_OFF]):
+                raise TransferError(f"the push was called off: {self.store.get(CALLED_OFF).decode()}")
+            if time.monotonic() > deadline:
+                absent = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise TransferError(f"members {absent} of {size} did not come to a push within {seconds:.0f} s")
+            time.sleep(POLL_SECONDS)
 
     def send(self, part: Tensor, to: int, tag: int) -> Any:
         return self.group.send([part], to, tag)
@@ -107,7 +148,7 @@ class PeerPublisher:
     ) -> None:
         """Pure until the first `send`. Raises PlanError where the sources cannot serve a destination."""
         self.layout, self.params, self.meeting, self.dtypes = my_layout, my_params, meeting, dtypes
-        self.index = sorted(all_sources).index(rank)
+        self.index, self.destinations = sorted(all_sources).index(rank), destinations
         self.outgoing: list[Outgoing] = []
         self.group: PeerGroup | None = None
         sends = plan(all_sources, share_equal(destinations)).sends(rank)
@@ -117,6 +158,10 @@ class PeerPublisher:
             for r, (message, transfers) in messages(mine, layout, dtypes, rounds).items():
                 self.outgoing.append(Outgoing(r, meeting.sources + place, message, transfers, layout))
         self.outgoing.sort(key=lambda out: (out.round, out.destination))
+
+    def update(self) -> list[dict[str, Any]]:
+        """What `RolloutEngine.update_weights_soon` takes for every push of this meeting, per destination."""
+        return peer_update(self.meeting, self.destinations, self.dtypes)
 
     def send(self) -> int:
         """Send everything; returns bytes. Meanwhile the driver has called `RolloutEngine.update_weights`.
@@ -179,6 +224,7 @@ class PeerReceiver:
         self.layout, self.segment = layout, place
         self.group = PeerGroup(self.meeting, self.meeting.sources + number)
         sources = range(self.meeting.sources)
+        self.received = 0  # bytes of the last push, with their checksums
         self.incoming = {s: from_json(json.loads(self.group.store.get(f"{s}-{number}"))) for s in sources}
 
     def serves(self, details: Mapping[str, Any]) -> bool:
@@ -188,6 +234,7 @@ class PeerReceiver:
     def storages(self) -> Iterator[tuple[str, Tensor]]:
         """Every storage, complete, one after the other. The next round travels while the caller uses this one."""
         rounds = storage_rounds(self.segment, self.meeting.bucket_bytes)
+        self.received = 0
         coming = self._post(0)
         for r, params in enumerate(rounds):
             current, coming = coming, self._post(r + 1)
@@ -198,6 +245,7 @@ class PeerReceiver:
                 except RuntimeError as error:
                     raise TransferError(f"a trainer rank stopped sending in round {r}: {error}") from error
                 unpack(message, buffer, self.layout, held)
+                self.received += message.nbytes
             yield from held.items()
 
     def _post(self, r: int) -> list[tuple[Message, Tensor, Any]]:

@@ -8,6 +8,7 @@ it; the worker takes a round when every source has written its part. No locks, s
 """
 
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ from megatron_dapo.resharding.transport_ipc import exported_slots, settle
 SLOTS = 2
 PAGE = 4096
 WORKER, TAKEN, FIXED = 0, 1, 2  # the header: the worker's pid, rounds it has taken, then two words per source
-GAVE_UP = -1  # in place of the pid of a worker that could not take a push
+GAVE_UP = -1  # in place of the pid of a worker or a source that could not go on with a push
 LOOK_SECONDS = 0.5  # how often a waiting side looks whether the other one lives
 
 
@@ -120,6 +121,13 @@ def wait(ready: Callable[[], bool], missing: Callable[[], str | None], seconds: 
 
 def lives(pid: int) -> bool:
     return pid == 0 or os.path.exists(f"/proc/{pid}")
+
+
+def give_up(details: Mapping[str, Any]) -> None:
+    """In the name of a worker that cannot: tell the sources of this update not to wait for it."""
+    with open(details["handle"], "r+b") as file:
+        file.seek(8 * WORKER)
+        file.write(GAVE_UP.to_bytes(8, sys.byteorder, signed=True))
 
 
 @dataclass(frozen=True)
@@ -209,11 +217,20 @@ class RingPublisher:
         """
         push, self.pushes = self.pushes, self.pushes + 1
         written = 0
-        for r in range(max(len(memory.ring.rounds) for memory in self.memories.values())):
-            for d, memory in self.memories.items():
-                if r < len(memory.ring.rounds):
-                    written += self._send_round(memory, self.fills[d].get(r, []), push, r, d)
+        self._sign(os.getpid())
+        try:
+            for r in range(max(len(memory.ring.rounds) for memory in self.memories.values())):
+                for d, memory in self.memories.items():
+                    if r < len(memory.ring.rounds):
+                        written += self._send_round(memory, self.fills[d].get(r, []), push, r, d)
+        except TransferError:
+            self._sign(GAVE_UP)  # the other workers must not wait for what will not come
+            raise
         return written
+
+    def _sign(self, pid: int) -> None:
+        for memory in self.memories.values():
+            memory.writers[self.index] = pid
 
     def _send_round(self, memory: RingMemory, fills: list[Fill], push: int, r: int, destination: int) -> int:
         first = push * len(memory.ring.rounds)
@@ -256,6 +273,7 @@ class RingReceiver:
         self.memory = RingMemory(self.ring, header, exported_slots() if elsewhere else None)
         os.close(fd)
         self.details = details
+        self.received = 0  # bytes of the last push
 
     def serves(self, details: Mapping[str, Any]) -> bool:
         self.details = details
@@ -268,7 +286,7 @@ class RingReceiver:
         first = self.details["push"] * len(rounds)
         memory.worker[0] = os.getpid()
         memory.taken[0] = first
-        complete = False
+        complete, self.received = False, 0
         try:
             for r, params in enumerate(rounds):
                 total = first + r
@@ -276,6 +294,7 @@ class RingReceiver:
                 slot = total % SLOTS
                 self._verify(slot, r)
                 for param in params:
+                    self.received += self.ring.storages[param].nbytes
                     yield param, memory.storage(slot, param)
                 settle(memory.slots[slot])
                 memory.taken[0] = total + 1

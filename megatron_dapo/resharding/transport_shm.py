@@ -159,6 +159,7 @@ class SharedMemoryReceiver:
         self.file = identity(os.fstat(fd))
         self.memory = map_bytes(fd, details["nbytes"])
         os.close(fd)
+        self.received = 0  # bytes of the last push
 
     def serves(self, details: Mapping[str, Any]) -> bool:
         """Whether a new push is in the same file. Handles come again when a trainer starts anew; inodes do not."""
@@ -172,7 +173,9 @@ class SharedMemoryReceiver:
             storage = storage_view(self.memory, self.segment.storages[piece.param])
             if checksum(storage[index_in_storage(piece, piece.offset, piece.shape)]) != expected:
                 raise damaged(piece.tensor, piece.offset, piece.shape)
+        self.received = 0
         for param, storage_place in self.segment.storages.items():
+            self.received += storage_place.nbytes
             yield param, storage_view(self.memory, storage_place)
 
 

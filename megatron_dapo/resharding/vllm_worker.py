@@ -11,7 +11,7 @@ from typing import Any
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from megatron_dapo.resharding.layouts import ITEM_SIZE, Segment, segment
+from megatron_dapo.resharding.layouts import Segment, segment
 from megatron_dapo.resharding.transport_files import FileReceiver
 from megatron_dapo.resharding.transport_ipc import ExportedSlots, export_slots
 from megatron_dapo.resharding.transport_peers import PeerReceiver
@@ -54,7 +54,6 @@ class SliceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         check_installable(self.model)
         self.layout: VllmLayout = model_layout(self.model, self.model_config.model)
         self.segment: Segment = segment(self.layout.slices, self.layout.dtypes)
-        self.stored = sum(p.numel * ITEM_SIZE[self.layout.dtypes[p.param]] for p in self.layout.slices)
         self.receiver: Receiver | None = None
         self.received = 0
 
@@ -77,7 +76,7 @@ class SliceTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except Exception:
             self.receiver = None  # whatever state it is in, the next push starts afresh
             raise
-        self.received = self.stored
+        self.received = self.receiver.received
 
     def finish_weight_update(self) -> None:
         if self.received == 0:

@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megatron_dapo.models.slices import Layout
+from megatron_dapo.resharding.memory import host_identity
+from megatron_dapo.resharding.push import Target
 from megatron_dapo.resharding.transport_ipc import ExportedSlots
 from megatron_dapo.rollout.processes import end_group, remove_shared_memory
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
@@ -147,6 +149,10 @@ class RolloutEngine:
     def full_tensors(self) -> tuple[str, ...]:
         """HF tensors that must be sent whole, because vLLM keeps them in a layer the bridge does not know."""
         return self._described()[0][2]
+
+    def target(self) -> Target:
+        """What a push must know of this engine."""
+        return Target(host_identity(), tuple(self.layouts()), self.dtypes(), self.full_tensors())
 
     def _described(self) -> list[tuple[Layout, dict[str, str], tuple[str, ...]]]:
         if self._layouts is None:

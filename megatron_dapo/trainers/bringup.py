@@ -185,8 +185,3 @@ def resume(run: Run) -> None:
         run.restore(run.store.path(step))
     if run.step:
         print(f"resumed after step {run.step} of {run.total_steps}", flush=True)
-
-
-def segment_prefix() -> str:
-    """Where this run's shared-memory segments are named for the moment in which all ranks open them."""
-    return f"/dev/shm/megatron_dapo-{os.getpid()}"

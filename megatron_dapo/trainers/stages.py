@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float, Int
 from tensordict import TensorDict
@@ -19,7 +19,10 @@ from megatron_dapo.config import Config
 from megatron_dapo.engine.engine import StepResult
 from megatron_dapo.engine.losses import Normalizer
 from megatron_dapo.metrics import Last, Mean, Metrics, Sum, agreement_metrics, merge, push_metrics, reduce
-from megatron_dapo.resharding.transport_shm import weight_update
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.tables import hf_shapes
+from megatron_dapo.parallel.capabilities import capabilities
+from megatron_dapo.resharding.push import Pushed, PushEngine, PushFailed, Route, choose_route, received_bytes
 from megatron_dapo.runtime.group import WorkerGroup
 from megatron_dapo.trainers.dispatch import Dispatcher
 from megatron_dapo.trainers.worker import ACTOR, CRITIC, REFERENCE, MiniBatch, correction_config
@@ -38,11 +41,13 @@ class MiniBatchRows:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks as the stages see them: whom to call, how rows are dealt out, which ranks own a rollout engine."""
+    """The ranks as the stages see them: whom to call, how rows are dealt out, which ranks host a rollout engine."""
 
     group: WorkerGroup
     dispatcher: Dispatcher
     hosts: tuple[int, ...] = ()
+    engines: tuple[PushEngine, ...] = ()  # those that no rank hosts
+    route: Route | None = None  # how weights reach all of them
 
     def infer(self, batch: TensorDict, role: str, outputs: Sequence[str]) -> dict[str, Tensor]:
         """Per-token outputs `[b, t]` of a role for every row."""
@@ -197,25 +202,44 @@ def _normalizer(rows: TensorDict, mode: str, horizon: float) -> Normalizer:
     return Normalizer(mode, int(counted.sum()), int(counted.any(-1).sum()), horizon)
 
 
-def connect_rollout(ranks: Ranks, prefix: str) -> None:
-    """Tells every training rank what the rollout engines store, so that each plans its part of a push, once."""
-    stored = ranks.group.call("rollout_layouts")
-    layouts = [layout for of_rank, _ in stored for layout in of_rank]
-    ranks.group.call("connect", destinations=dict(enumerate(layouts)), dtypes=stored[ranks.hosts[0]][1], prefix=prefix)
+def connect_rollout(
+    ranks: Ranks, arch: Architecture, transport: str = "auto", engines: Sequence[PushEngine] = ()
+) -> Ranks:
+    """Ranks that know how weights reach their own engines and `engines`, which live elsewhere; each plans its part.
+
+    To be called again whenever an engine has come, gone or failed a push.
+    """
+    stood = ranks.group.call("standpoint")
+    targets = [target for _, target in stood if target is not None] + [engine.target() for engine in engines]
+    backend = "nccl" if capabilities().cuda else "gloo"  # nccl: untested on GPU
+    route = choose_route([place for place, _ in stood], targets, hf_shapes(arch), transport, backend)
+    ranks.group.call("connect", route=route)
+    route.hide()
+    return replace(ranks, route=route, engines=tuple(engines))
 
 
 def push_weights(ranks: Ranks, version: int) -> Metrics:
-    """All ranks write the bytes that the engines' ranks store, then the engines take them over."""
-    start = time.perf_counter()
-    receipts = [receipt for of_rank in ranks.group.call("publish") for receipt in of_rank]
-    updates = weight_update(receipts)
-    width = len(updates) // len(ranks.hosts)
-    shares: list[list] = [[] for _ in range(ranks.group.size)]
-    for index, host in enumerate(ranks.hosts):
-        shares[host] = updates[index * width : (index + 1) * width]
-    ranks.group.call("load_weights", shares, version=version)
-    # a slice that does not arrive as it was sent ends the run, so getting here means that all checksums agreed
-    return push_metrics(time.perf_counter() - start, sum(receipt.written for receipt in receipts), checksum_ok=True)
+    """The actor's weights to every engine. Raises PushFailed, after which `connect_rollout` comes before a new push."""
+    start, route = time.perf_counter(), ranks.route
+    assert route is not None, "connect_rollout comes before a push"
+    updates = route.updates(receipt for of_rank in ranks.group.call("prepare_push") for receipt in of_rank)
+    own, others = updates[: len(ranks.hosts)], updates[len(ranks.hosts) :]
+    taking = [route.start(engine, update, version) for engine, update in zip(ranks.engines, others, strict=True)]
+    shares = [own[ranks.hosts.index(rank)] if rank in ranks.hosts else [] for rank in range(ranks.group.size)]
+    pushed: list[Pushed] = ranks.group.call("push", shares, version=version)
+    errors = [pushed[host].engine_error for host in ranks.hosts]
+    errors += [None if (error := future.exception()) is None else str(error) for future in taking]
+    reasons = [error for error in errors if error is not None] + [reason for one in pushed for reason in one.reasons]
+    if reasons:
+        raise PushFailed(reasons, [engine for engine, error in enumerate(errors) if error is not None])
+    # a slice that does not arrive as it was sent fails the push, so getting here means that all checksums agreed
+    return push_metrics(
+        time.perf_counter() - start,
+        sum(one.sent for one in pushed),
+        received=sum(one.received for one in pushed) + sum(map(received_bytes, taking)),
+        stored=route.stored,
+        checksum_ok=True,
+    )
 
 
 def _fields(batch: TensorDict, **fields: Tensor) -> TensorDict:

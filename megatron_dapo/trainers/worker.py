@@ -4,7 +4,7 @@ The driver calls these methods on all ranks at once through a worker group; argu
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from megatron_dapo.engine.engine import MegatronEngine, StepResult
 from megatron_dapo.engine.losses import Normalizer, actor_loss, critic_loss, supervised_loss
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.export import export_hf
-from megatron_dapo.models.slices import Layout
 from megatron_dapo.models.storage import storages
 from megatron_dapo.models.tables import megatron_slices
 from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.topology import Topology
-from megatron_dapo.resharding.transport_shm import Receipt, WeightPublisher
+from megatron_dapo.resharding.messages import TransferError
+from megatron_dapo.resharding.push import Pushed, Route, Sender, Standpoint, Target, Update, received_bytes
 from megatron_dapo.rollout.engine import RolloutEngine
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec
@@ -88,7 +88,8 @@ class Worker(SupervisedWorker):
 
     def __init__(self, config: Config, arch: Architecture, topology: Topology, rank: int, total_steps: int):
         self.config, self.arch, self.topology, self.rank = config, arch, topology, rank
-        self.publisher: WeightPublisher | None = None
+        self.sender: Sender | None = None
+        self.route: Route | None = None
         self._storages: dict[str, Tensor] = {}
         counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
         replays = config.model.router_replay == "R3"
@@ -132,33 +133,42 @@ class Worker(SupervisedWorker):
         """Where tokens went on this rank since the last call."""
         return Counts(None, None) if self.expert_load is None else self.expert_load.take()
 
-    def rollout_layouts(self) -> tuple[list[Layout], dict[str, str]]:
-        """What each tensor-parallel rank of this rank's engine stores, and in which dtypes; empty without an engine."""
+    def standpoint(self) -> tuple[Standpoint, Target | None]:
+        """Where this rank runs, and what a push must know of its engine, if it hosts one."""
         if self.rollout is None:
-            return [], {}
+            return Standpoint.here(), None
         self.rollout.wait_ready(_START_SECONDS)
-        return self.rollout.layouts(), self.rollout.dtypes()
+        return Standpoint.here(), self.rollout.target()
 
-    def connect(self, *, destinations: Mapping[int, Layout], dtypes: Mapping[str, str], prefix: str) -> None:
-        """Plans this rank's part of every push to the engines' ranks `destinations`."""
+    def connect(self, *, route: Route) -> None:
+        """Plans this rank's part of every push along `route`; an earlier route ends."""
+        if self.sender is not None:
+            self.sender.close()
         te = capabilities().transformer_engine
         sources = {rank: megatron_slices(self.arch, self.topology, rank, te=te) for rank in range(self.topology.world)}
-        self.publisher = WeightPublisher(
-            self.rank, sources[self.rank], self._storage, sources, destinations, prefix, dtypes=dtypes
-        )
+        self.route, self.sender = route, Sender(self.rank, sources, self._storage, route)
 
     def _storage(self, name: str) -> Tensor:
         return self._storages[name]
 
-    def publish(self) -> list[Receipt]:
-        """Writes this rank's share of the actor's weights where the engines will read it."""
-        assert self.publisher is not None, "connect comes before publish"
+    def prepare_push(self) -> list[Any]:
+        """This rank's first part of a push, before any engine knows of it."""
+        assert self.sender is not None, "connect comes before a push"
         self._storages = storages(self.engines[ACTOR].chunks)  # where they are now: offloading moves them
-        return self.publisher.write()
+        return self.sender.prepare()
 
-    def load_weights(self, update: list[dict[str, Any]], *, version: int) -> list[dict[str, Any]]:
-        """Lets this rank's engine take over what was published for it."""
-        return self.rollout.update_weights(update, version) if self.rollout is not None else []
+    def push(self, update: Update, *, version: int) -> Pushed:
+        """Sends the actor's weights while the engines take them, this rank's own (if it hosts one) among them."""
+        assert self.sender is not None and self.route is not None, "connect comes before a push"
+        taking = self.route.start(self.rollout, update, version) if self.rollout is not None else None
+        sent, reasons = 0, []
+        try:
+            sent = self.sender.send()
+        except TransferError as error:
+            reasons.append(str(error))
+        failed = taking.exception() if taking is not None else None
+        received = received_bytes(taking) if taking is not None and failed is None else 0
+        return Pushed(sent, received, tuple(reasons), None if failed is None else str(failed))
 
     def save(self, *, directory: Path) -> None:
         """Every trained role's distributed checkpoint, below `directory`."""
@@ -177,8 +187,8 @@ class Worker(SupervisedWorker):
         """Ends this rank's engine and gives the shared memory back."""
         if self.rollout is not None:
             self.rollout.close()
-        if self.publisher is not None:
-            self.publisher.close()
+        if self.sender is not None:
+            self.sender.close()
 
 
 _START_SECONDS = 600.0

@@ -41,12 +41,16 @@ def test_verifiers_and_sources():
 
 
 def test_push():
-    fine = push_metrics(0.5, 2_000_000_000, bound_seconds=0.4, checksum_ok=True)
+    fine = push_metrics(
+        0.5, 2_000_000_000, received=2_040_000_000, stored=2_000_000_000, bound_seconds=0.4, checksum_ok=True
+    )
     got = compute(merge(fine, push_metrics(1.0, 1_000_000_000, bound_seconds=0.6, checksum_ok=False)))
     assert got == {
         "push/seconds": 1.5,
         "push/seconds_max": 1.0,
         "push/bytes": 3e9,
+        "push/bytes_received": 2.04e9,
+        "push/received_over_stored": 1.02,
         "push/gigabytes_per_s": 2.0,
         "push/ratio_to_bound": 1.5,
         "push/checksum_ok": 0.0,

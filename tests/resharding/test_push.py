@@ -1,228 +1,171 @@
-"""Weights pushed into a live vLLM engine: its log-probs must be those of transformers with the same weights."""
+"""The route is chosen from where everything runs, engines of another model are refused, and nobody waits for the dead."""
 
-import math
-import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
+from megatron_dapo.errors import UserError
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.slices import Layout
-from megatron_dapo.models.tables import megatron_slices
-from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.models.tables import hf_shapes
+from megatron_dapo.resharding.layouts import segment
+from megatron_dapo.resharding.memory import host_identity
+from megatron_dapo.resharding.messages import TransferError
+from megatron_dapo.resharding.plan import PlanError
+from megatron_dapo.resharding.push import Route, Sender, Standpoint, Target, Update, choose_route, received_bytes
 from megatron_dapo.resharding.rollout_layout import rollout_layouts
-from megatron_dapo.resharding.transport_files import FilePublisher, file_update
-from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, free_port, peer_update
-from megatron_dapo.resharding.transport_ring import RingPublisher
-from megatron_dapo.resharding.transport_shm import WeightPublisher, weight_update
-from megatron_dapo.rollout import EngineError, RolloutEngine
-from tests import tiny_vllm as tiny
+from megatron_dapo.resharding.transport_peers import PeerReceiver
+from megatron_dapo.resharding.transport_ring import RingReceiver
+from megatron_dapo.resharding.transport_shm import SharedMemoryReceiver
+from tests.resharding.test_transports import ARCH, CONFIG, DTYPES, SMALL, SOURCES, WORKERS, compare, weights
+from tests.tiny_vllm import hold
 
-KINDS = [
-    "moe",
-    "qwen2",
-    "llama",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3", "mixtral", "deepseek")),
-]
+SHAPES = hf_shapes(ARCH)
+RECEIVERS: Mapping[str, Any] = {"shared_memory": SharedMemoryReceiver, "ring": RingReceiver, "peers": PeerReceiver}
 
 
-def trainer(kind: str, **sizes: int) -> Mapping[int, Layout]:
-    arch, topology = Architecture.from_dir(tiny.model_directory(kind)), Topology(**sizes)
-    return {rank: megatron_slices(arch, topology, rank) for rank in range(topology.world)}
+class Engine:
+    """Two workers with the real receivers, and nothing of vLLM."""
+
+    def __init__(self, pool: ThreadPoolExecutor, dies: bool = False) -> None:
+        self.pool, self.dies = pool, dies
+        self.receivers: dict[int, Any] = {}
+        self.storages: dict[int, dict[str, Tensor]] = {}
+
+    def target(self) -> Target:
+        return Target(host_identity(), tuple(WORKERS), DTYPES)
+
+    def update_weights_soon(self, update: Update, version: int) -> "Future[list[dict[str, Any]]]":
+        return self.pool.submit(self.update, update)
+
+    def update(self, update: Update) -> list[dict[str, Any]]:
+        if self.dies:
+            raise RuntimeError("engine 1 was killed by SIGKILL")
+        return list(self.pool.map(self.take, range(2), update))
+
+    def take(self, worker: int, part: dict[str, Any]) -> dict[str, Any]:
+        place = segment(WORKERS[worker], DTYPES)
+        assert part["digest"] == place.digest
+        known = self.receivers.get(worker)
+        if known is None or not known.serves(part["details"]):
+            known = self.receivers[worker] = RECEIVERS[part["transport"]](WORKERS[worker], place, part["details"])
+        self.storages[worker] = {name: storage.clone() for name, storage in known.storages()}
+        return {"bytes_received": known.received}
 
 
-def difference(engine: RolloutEngine, kind: str, tensors: Mapping[str, Tensor], step: int) -> float:
-    asked = tiny.requests(prompts=3, samples=2, step=step)
-    got = engine.generate(asked)
-    assert all(set(g.weight_versions) == {engine.weight_version} for g in got)
-    return tiny.worst_difference(tiny.reference(kind, dict(tensors)), asked, got)
+def senders(route: Route, held: Mapping[int, Mapping[str, Tensor]]) -> list[Sender]:
+    return [Sender(rank, SOURCES, lambda name, rank=rank: held[rank][name], route) for rank in SOURCES]
 
 
-# vLLM's latent attention on CPU rounds to bfloat16 inside, so DeepSeek is held to an engine that loaded its weights, below
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "deepseek" not in str(kind)])
-def test_pushes_from_any_trainer_layout(kind: str) -> None:
-    engine = tiny.engine(kind)
-    original = tiny.weights(kind)
-    assert engine.full_tensors() == ()
-    layouts: list[Mapping[int, Layout] | None] = [None, trainer(kind, world=2, tensor=2)]
-    layouts.append(trainer(kind, world=4, tensor=2, expert=2) if kind == "moe" else trainer(kind, world=4, tensor=2))
-    if kind in ("moe", "llama"):
-        layouts.append(trainer(kind, world=4, tensor=2, pipeline=2))
-    for version, sources in enumerate(layouts, start=1):
-        tensors = tiny.changed(original, version)
-        report = tiny.push(engine, tensors, version, sources)
-        assert difference(engine, kind, tensors, version) < 1e-5
-        assert report[0]["bytes_received"] == sum(4 * t.numel() for t in tensors.values())
-    assert engine.weight_version == len(layouts)
+def push(pool: ThreadPoolExecutor, ranks: list[Sender], route: Route, engines: list[Engine]) -> list[Any]:
+    """What `trainers.stages.push_weights` does through a worker group: outcomes of the ranks, then of the engines."""
+    updates = route.updates(receipt for rank in ranks for receipt in rank.prepare())
+    taking = [route.start(engine, update, 1) for engine, update in zip(engines, updates, strict=True)]
+    sending = [pool.submit(rank.send) for rank in ranks]
+    return [future.exception(60) or future.result() for future in (*sending, *taking)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_planned_layout_is_the_live_one(kind: str) -> None:
-    planned = rollout_layouts(Architecture.from_dir(tiny.model_directory(kind)), 1)
-    assert set(tiny.engine(kind).layouts()[0]) == set(planned[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "dtype"), [("deepseek", "float32"), ("moe", "bfloat16"), ("qwen2", "bfloat16")])
-def test_a_push_is_as_good_as_a_load(kind: str, dtype: str) -> None:
-    """Where transformers rounds differently (latent attention on CPU, bfloat16): the bits of an engine that loaded them."""
-    original, tensors = tiny.weights(kind), tiny.changed(tiny.weights(kind), 31)
-    asked = tiny.requests(prompts=3, samples=2)
-    got = []
-    for loaded in (original, tensors):
-        directory = tiny.save(kind, loaded)
-        with RolloutEngine.start(replace(tiny.spec(kind, dtype=dtype), model=directory)) as engine:
-            engine.wait_ready(300)
-            assert engine.full_tensors() == ()
-            assert set(engine.layouts()[0]) == set(rollout_layouts(Architecture.from_dir(directory), 1)[0])
-            first = [(g.token_ids, g.logprobs) for g in engine.generate(asked)]
-            if loaded is original:
-                tiny.push(engine, tensors, 1, trainer(kind, world=4, tensor=2))
-                assert [(g.token_ids, g.logprobs) for g in engine.generate(asked)] != first
-                first = [(g.token_ids, g.logprobs) for g in engine.generate(asked)]
-            got.append(first)
-    assert got[0] == got[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "engines"), [("moe", 2), ("qwen2", 1), ("llama", 1)])
-def test_engines_of_two_workers(kind: str, engines: int) -> None:
-    """TP2·PP2 (and EP2) ranks push five times to one or two live engines of TP2; each worker gets what it stores."""
-    live = [tiny.engine(kind, tensor_parallel_size=2)]
-    if engines == 2:
-        live.append(RolloutEngine.start(tiny.spec(kind, name="second", tensor_parallel_size=2)))
-        live[1].wait_ready(300)
-    planned = rollout_layouts(Architecture.from_dir(tiny.model_directory(kind)), 2)
-    assert [set(layout) for layout in live[0].layouts()] == [set(layout) for layout in planned]
-    destinations = dict(enumerate([layout for engine in live for layout in engine.layouts()]))
-    sources = trainer(kind, world=8, tensor=2, pipeline=2, **({"expert": 2} if kind == "moe" else {}))
+@pytest.mark.parametrize("transport", RECEIVERS)
+def test_every_engine_gets_what_it_stores_and_nothing_else(transport: str) -> None:
     held: dict[int, dict[str, Tensor]] = {}
-    publishers = [
-        WeightPublisher(
-            rank,
-            layout,
-            lambda name, rank=rank: held[rank][name],
-            sources,
-            destinations,
-            f"/dev/shm/tiny-vllm-pairs-{os.getpid()}",
-            dtypes=live[0].dtypes(),
+    with ThreadPoolExecutor(24) as pool:
+        engines = [Engine(pool), Engine(pool)]
+        route = choose_route(
+            [Standpoint.here()] * 8, [e.target() for e in engines], SHAPES, transport, bucket_bytes=SMALL
         )
-        for rank, layout in sources.items()
-    ]
-    stored = [sum(4 * piece.numel for piece in layout) for layout in destinations.values()]
-    for version in range(1, 6):
-        tensors = tiny.changed(tiny.weights(kind), version)
-        held = {rank: tiny.hold(layout, tensors) for rank, layout in sources.items()}
-        receipts = [receipt for publisher in publishers for receipt in publisher.write()]
-        assert sum(receipt.written for receipt in receipts) == sum(stored[:2])  # engines share what is the same
-        update = weight_update(receipts)
-        for i, engine in enumerate(live):
-            report = engine.update_weights(update[2 * i : 2 * i + 2], version)
-            assert [r["bytes_received"] for r in report] == stored[2 * i : 2 * i + 2]
-            assert difference(engine, kind, tensors, version) < 1e-5
-    assert max(stored) < 0.6 * sum(4 * t.numel() for t in tensors.values())
-    for publisher in publishers:
-        publisher.close()
-    for engine in live[1:]:
-        engine.close()
+        ranks = senders(route, held)
+        for seed in (1, 2):
+            tensors = weights(seed)
+            held |= {rank: hold(layout, tensors) for rank, layout in SOURCES.items()}
+            outcomes = push(pool, ranks, route, engines)
+            for destination in range(4):
+                compare(engines[destination // 2].storages[destination % 2], tensors, destination)
+            received = sum(report["bytes_received"] for reports in outcomes[8:] for report in reports)
+            assert route.stored == sum(2 * piece.numel for layout in WORKERS for piece in layout) * 2
+            overhead = 1.5 if transport == "peers" else 1.0  # tiny boxes: 8 bytes of checksum for every few of weight
+            assert route.stored <= received <= overhead * route.stored
+        for rank in ranks:
+            rank.close()
 
 
-@pytest.mark.parametrize("transport", ["ring", "files", "peers"])
-def test_other_transports_reach_the_live_engine(transport: str, tmp_path: Path) -> None:
-    engine = tiny.engine("moe")
-    sources = trainer("moe", world=4, tensor=2, expert=2)
-    destinations = dict(enumerate(engine.layouts()))
-    tensors: dict[str, Tensor] = {}
-    held: dict[int, dict[str, Tensor]] = {}
-
-    def make(kind: type, place: object) -> list:
-        common = {"dtypes": engine.dtypes()} | ({} if kind is PeerPublisher else {"bucket_bytes": 100_000})
-        return [
-            kind(rank, layout, lambda name, rank=rank: held[rank][name], sources, destinations, place, **common)
-            for rank, layout in sources.items()
-        ]
-
-    meeting = Meeting("127.0.0.1", free_port(), "live", len(sources), 1, bucket_bytes=100_000)
-    kind, place = {
-        "ring": (RingPublisher, f"{tmp_path}/ring"),
-        "files": (FilePublisher, tmp_path),
-        "peers": (PeerPublisher, meeting),
-    }[transport]
-    publishers = make(kind, place)
-    for version in (201, 202):
-        tensors = tiny.changed(tiny.weights("moe"), version)
-        held = {rank: tiny.hold(layout, tensors) for rank, layout in sources.items()}
-        if transport == "files":
-            update = file_update(receipt for publisher in publishers for receipt in publisher.write())
-            engine.update_weights(update, version)
-        else:
-            peers = transport == "peers"
-            update = peer_update(meeting, destinations, engine.dtypes()) if peers else publishers[0].update()
-            done = engine.update_weights_soon(update, version)
-            with ThreadPoolExecutor(len(publishers)) as pool:
-                list(pool.map(lambda p: p.send(), publishers))
-            done.result(60)
-        assert difference(engine, "moe", tensors, version) < 1e-5
+@pytest.mark.parametrize("transport", ["ring", "peers"])
+def test_a_dead_engine_fails_the_push_at_once_and_the_next_route_does_without_it(transport: str) -> None:
+    tensors = weights(3)
+    held = {rank: hold(layout, tensors) for rank, layout in SOURCES.items()}
+    with ThreadPoolExecutor(24) as pool:
+        engines = [Engine(pool), Engine(pool, dies=True)]
+        route = choose_route(
+            [Standpoint.here()] * 8, [e.target() for e in engines], SHAPES, transport, bucket_bytes=SMALL
+        )
+        ranks = senders(route, held)
+        outcomes = push(pool, ranks, route, engines)
+        assert any(isinstance(o, TransferError) and ("SIGKILL" in str(o) or "is gone" in str(o)) for o in outcomes[:8])
+        assert isinstance(outcomes[8], TransferError) and "SIGKILL" in str(outcomes[9])
+        for rank in ranks:
+            rank.close()
+        route = choose_route([Standpoint.here()] * 8, [engines[0].target()], SHAPES, transport, bucket_bytes=SMALL)
+        ranks = senders(route, held)
+        push(pool, ranks, route, engines[:1])
+        for worker in range(2):
+            compare(engines[0].storages[worker], tensors, worker)
+        for rank in ranks:
+            rank.close()
 
 
-def publisher(engine: RolloutEngine, tensors: Mapping[str, Tensor], name: str) -> WeightPublisher:
-    layout = tiny.whole(dict(tensors))
-    destinations = dict(enumerate(engine.layouts()))
-    return WeightPublisher(
-        0, layout, tensors.__getitem__, {0: layout}, destinations, f"/dev/shm/{name}", dtypes=engine.dtypes()
-    )
+def test_the_transport_follows_from_the_hosts() -> None:
+    here, away = Standpoint.here(), replace(Standpoint.here(), host="elsewhere")
+    near, far = Target(here.host, tuple(WORKERS), DTYPES), Target("elsewhere", tuple(WORKERS), DTYPES)
+    assert choose_route([here, here], [near, near], SHAPES).transport == "shared_memory"
+    assert choose_route([here, here], [near, far], SHAPES).transport == "peers"
+    assert choose_route([here, away], [near], SHAPES).transport == "peers"
+    assert choose_route([here], [near], SHAPES, "ring").transport == "ring"
+    with pytest.raises(UserError, match=r"weight_transport=shared_memory.*2 hosts.*auto or peers"):
+        choose_route([here], [far], SHAPES, "shared_memory")
 
 
-def test_damage_is_found_and_the_engine_refuses_to_generate() -> None:
-    engine = tiny.engine("llama")
-    tensors = tiny.changed(tiny.weights("llama"), 11)
-    pushing = publisher(engine, tensors, "tiny-vllm-damage")
-    update = weight_update(pushing.write())
-    before = engine.weight_version
-    storage = pushing.segments[0].storages["model.layers.1.mlp.down_proj.weight"]
-    pushing.files[0].bytes[storage.offset + 5] ^= 1
-    with pytest.raises(EngineError, match=r"model\.layers\.1\.mlp\.down_proj\.weight.*damaged"):
-        engine.update_weights(update, 99)
-    assert engine.weight_version == before
-    with pytest.raises(EngineError, match="generates nothing until"):
-        engine.generate(tiny.requests(1, 1))
-    engine.update_weights(weight_update(pushing.write()), 100)
-    assert difference(engine, "llama", tensors, 100) < 1e-5
-    pushing.close()
+def engine_of(**changes: object) -> Target:
+    layouts: list[Layout] = rollout_layouts(Architecture.from_hf(CONFIG | changes), 2)
+    return Target(host_identity(), tuple(layouts), dict.fromkeys((p.param for x in layouts for p in x), "bfloat16"))
 
 
-def test_weights_of_another_model_are_refused() -> None:
-    engine = tiny.engine("llama")
-    pushing = publisher(engine, tiny.weights("llama"), "tiny-vllm-other")
-    update = weight_update(pushing.write())
-    with pytest.raises(EngineError, match="another model"):
-        engine.update_weights([update[0] | {"digest": "0"}], 1)
-    engine.update_weights(update, 101)
-    pushing.close()
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 2}, r"does not store model\.layers\.0\.mlp\.experts\.2\.gate_proj\.weight \(and 11 more\)"),
+        ({"num_experts": 8}, r"lacks, model\.layers\.0\.mlp\.experts\.4\..*another config\.json"),
+        ({"num_hidden_layers": 1}, r"does not store model\.layers\.1\.input_layernorm\.weight"),
+        (
+            {"vocab_size": 67},
+            r"model\.embed_tokens\.weight has shape \(131, 16\).*and \(67, 16\) in the rollout engine",
+        ),
+        ({"tie_word_embeddings": True}, r"does not store lm_head\.weight:"),
+    ],
+)
+def test_an_engine_of_another_config_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        choose_route([Standpoint.here()], [engine_of(), engine_of(**changes)], SHAPES)
 
 
-def test_the_segment_belongs_to_nobody_after_the_push() -> None:
-    """Writing the next weights must not touch the ones in use: no layer may keep a view of the shared memory."""
-    for kind in ("moe", "qwen2"):
-        engine = tiny.engine(kind)
-        tensors = tiny.changed(tiny.weights(kind), 12)
-        pushing = publisher(engine, tensors, f"tiny-vllm-{kind}")
-        engine.update_weights(weight_update(pushing.write()), 102)
-        pushing.files[0].bytes.fill_(0)
-        assert difference(engine, kind, tensors, 102) < 1e-5
-        pushing.close()
+def test_a_dtype_without_a_cast_is_refused() -> None:
+    engine = engine_of()
+    quantized = replace(engine, dtypes={**engine.dtypes, "model.norm.weight": "float8_e4m3fn"})
+    with pytest.raises(PlanError, match=r"keeps model\.norm\.weight as float8_e4m3fn.*without quantization"):
+        choose_route([Standpoint.here()], [quantized], SHAPES)
+    other = replace(engine, dtypes={**engine.dtypes, "model.norm.weight": "float32"})
+    with pytest.raises(PlanError, match=r"rollout\.dtype"):
+        choose_route([Standpoint.here()], [engine, other], SHAPES)
 
 
-def test_the_sender_casts() -> None:
-    engine = tiny.engine("llama")
-    tensors = {name: t.to(torch.bfloat16) for name, t in tiny.changed(tiny.weights("llama"), 13).items()}
-    pushing = publisher(engine, tensors, "tiny-vllm-cast")
-    engine.update_weights(weight_update(pushing.write()), 103)
-    assert difference(engine, "llama", {n: t.float() for n, t in tensors.items()}, 103) < 1e-5
-    assert math.prod(tensors["lm_head.weight"].shape) > 0
-    pushing.close()
+def test_tensors_that_travel_whole_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    choose_route([Standpoint.here()], [replace(engine_of(), whole=("model.norm.weight",))], SHAPES)
+    assert "model.norm.weight lies in a vLLM layer that the bridge does not know" in caplog.text
+
+
+def test_received_bytes_add_up_over_ranks() -> None:
+    future: Future[list[dict[str, Any]]] = Future()
+    future.set_result([{"bytes_received": 3}, {"bytes_received": 4}])
+    assert received_bytes(future) == 7

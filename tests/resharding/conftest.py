@@ -1,0 +1,3 @@
+"""The pool of ranks of the distributed tests."""
+
+from tests.distributed.conftest import ranks  # noqa: F401
