@@ -1,8 +1,9 @@
 """What a push of weights costs: ours, against full tensors through vLLM's loader, and against vLLM's reload from disk.
 
-Run: python benchmarks/resharding.py [--model dense|moe] [--tensor 1] [--pushes 4]. Prints seconds, bytes and memory of
-every way, and writes benchmarks/results/resharding.json. Every way runs in a process of its own with a live vLLM engine
-in it, in turn, on the same machine; the trainer is played by the same process, as TP2 (dense) or TP2·EP2 (MoE) ranks.
+Run: python benchmarks/resharding.py [--part plans|push|conversion] [--model dense|moe] [--tensor 1] [--pushes 4].
+Prints seconds, bytes and memory of every way, and writes what it measured into benchmarks/results/resharding.json.
+Every way runs in a process of its own with a live vLLM engine in it, in turn, on the same machine; the trainer is
+played by the same process, as TP2 (dense) or TP2·EP2 (MoE) ranks.
 
 On CPU vLLM's own reload leaves mixture-of-experts and tied models with wrong weights; only its cost is shown here.
 """
@@ -23,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "resharding.json"
 WAYS = ("shared memory", "two buckets", "peers", "files", "full tensors", "reload from disk")
+PARTS = ("plans", "push", "conversion")
 SIZES = {
     "dense": {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 8}
     | {"num_key_value_heads": 4, "head_dim": 64, "vocab_size": 49152, "tie_word_embeddings": True},
@@ -246,35 +248,24 @@ def run_way(way: str, kind: str, tensor: int, pushes: int, directory: str) -> No
 
 def plans() -> dict[str, Any]:
     """Planning two large models: 16 x 8 trainer ranks (TP4, PP4, EP8) to 16 engines of TP8."""
-    from megatron_dapo.models.architecture import Architecture
-    from megatron_dapo.models.tables import megatron_slices
-    from megatron_dapo.parallel.topology import Topology
-    from megatron_dapo.resharding.plan import plan
-    from megatron_dapo.resharding.rollout_layout import rollout_layouts
-    from megatron_dapo.resharding.stats import plan_stats
+    from megatron_dapo.planner.reshard import plan_reshard
 
-    common = {"architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128}
-    common |= {"num_experts_per_tok": 8, "vocab_size": 151936}
-    sizes = {"qwen3-30b-a3b": (48, 2048, 32, 6144, 768, None), "qwen3-235b-a22b": (94, 4096, 64, 12288, 1536, 23)}
+    layout = ["train.world=128", "train.tp=4", "train.pp=4", "train.ep=8", "rollout.tp=8", "rollout.engines=16"]
     found = {}
-    for name, (layers, hidden, heads, ffn, expert, edge) in sizes.items():
-        shape = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-        arch = Architecture.from_hf(common | shape | {"intermediate_size": ffn, "moe_intermediate_size": expert})
-        topology = Topology(128, 4, 4, expert=8, first_stage_layers=edge, last_stage_layers=edge)
-        sources = {rank: megatron_slices(arch, topology, rank) for rank in range(128)}
-        engine = rollout_layouts(arch, 8)
-        destinations = {e * 8 + r: engine[r] for e in range(16) for r in range(8)}
+    for name in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
         start = time.process_time()
-        made = plan(sources, destinations)
+        made = plan_reshard([f"model={name}", *layout])
         seconds = time.process_time() - start
-        stats = plan_stats(made, sources, destinations)
         found[name] = {
-            "plan_cpu_seconds": seconds,
-            "transfers": stats.transfers,
-            "ratio_to_lower_bound": stats.ratio,
-            "naive_over_moved": stats.naive_bytes / stats.bytes_moved,
-            "send_max_over_mean": stats.send_max_over_mean,
+            "plan_seconds": made.plan_seconds,
+            "layout_seconds": made.layout_seconds,
+            "cpu_seconds_in_all": seconds,
+            "transfers": made.stats.transfers,
+            "ratio_to_lower_bound": made.stats.ratio,
+            "naive_over_moved": made.stats.naive_bytes / made.stats.bytes_moved,
+            "send_max_over_mean": made.stats.send_max_over_mean,
         }
+        print(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in found[name].items()))
     return found
 
 
@@ -294,12 +285,14 @@ def measure(way: str, kind: str, tensor: int, pushes: int) -> dict[str, float]:
 def main() -> None:
     """Measure every way, print and save."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=PARTS, action="append", help="what to measure (default: all)")
     parser.add_argument("--model", choices=list(SIZES), action="append")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size of the engine")
     parser.add_argument("--pushes", type=int, default=4)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.part = args.part or PARTS
     if args.way:
         from megatron_dapo.rollout.spec import EngineSpec, environment
 
@@ -307,25 +300,53 @@ def main() -> None:
         run_way(args.way, args.model[0], args.tensor, args.pushes, args.directory)
         return
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results["plans"] = plans()
+    if "plans" in args.part:
+        results["plans"] = plans()
     for kind in args.model or list(SIZES):
-        table = {way: measure(way, kind, args.tensor, args.pushes) for way in WAYS}
-        ours = table["shared memory"]
-        print(f"{kind}, engine of TP{args.tensor}:")
-        for way, row in table.items():
-            row["seconds_over_ours"] = row["seconds"] / ours["seconds"]
-            row["bytes_over_ours"] = row["bytes"] / ours["bytes"]
-            print(
-                f"  {way:17s} {row['seconds']:.3f} s (trainer {row['trainer_seconds']:.3f}, worker "
-                f"{row['worker_seconds']:.3f}; first {row['first_seconds']:.3f})  {row['bytes'] / 2**20:6.0f} MiB  "
-                f"x{row['seconds_over_ours']:.2f} time  x{row['bytes_over_ours']:.2f} bytes  "
-                f"+{row['peak_extra_mib']:.0f} MiB at the peak"
-            )
-        results[f"{kind}-tp{args.tensor}"] = table
+        if "push" in args.part:
+            results[f"{kind}-tp{args.tensor}"] = pushes(kind, args.tensor, args.pushes)
+        if "conversion" in args.part:
+            results[f"conversion-{kind}"] = conversion(kind)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print(f"saved in {RESULTS.relative_to(ROOT)}")
 
 
+def pushes(kind: str, tensor: int, count: int) -> dict[str, Any]:
+    """Every way to an engine of `tensor` ranks, and how each compares with shared memory."""
+    table = {way: measure(way, kind, tensor, count) for way in WAYS}
+    ours = table["shared memory"]
+    print(f"{kind}, engine of TP{tensor}:")
+    for way, row in table.items():
+        row["seconds_over_ours"] = row["seconds"] / ours["seconds"]
+        row["bytes_over_ours"] = row["bytes"] / ours["bytes"]
+        print(
+            f"  {way:17s} {row['seconds']:.3f} s (trainer {row['trainer_seconds']:.3f}, worker "
+            f"{row['worker_seconds']:.3f}; first {row['first_seconds']:.3f})  {row['bytes'] / 2**20:6.0f} MiB  "
+            f"x{row['seconds_over_ours']:.2f} time  x{row['bytes_over_ours']:.2f} bytes  "
+            f"+{row['peak_extra_mib']:.0f} MiB at the peak"
+        )
+    return table
+
+
+def conversion(kind: str) -> dict[str, Any]:
+    """Both directions between the checkpoint formats against `cp`."""
+    from benchmarks.conversion import measure as measure_conversion
+
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(kind, directory)
+        found = measure_conversion(directory)
+    print(f"{kind}, {found['weights_mib']:.0f} MiB, largest layer {found['largest_layer_mib']:.0f} MiB:")
+    print(f"  cp           {found['cp_seconds']:.2f} s")
+    for way in ("to-megatron", "to-hf"):
+        row = found[way]
+        print(
+            f"  {way:12s} {row['seconds']:.2f} s  x{row['seconds_over_cp']:.2f} of cp  +{row['peak_mib']:.0f} MiB at "
+            f"the peak, x{row['peak_over_layer']:.2f} of the largest layer"
+        )
+    return found
+
+
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     main()

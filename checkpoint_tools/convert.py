@@ -1,7 +1,6 @@
 """Hugging Face → Megatron distributed checkpoint and back, tensor by tensor.
 
-A directory appears under its name only when it is complete. Towards Hugging Face an interrupted conversion goes on
-where it stopped; towards Megatron it starts again.
+A directory appears under its name only when it is complete, and an interrupted conversion goes on where it stopped.
 """
 
 import json
@@ -10,12 +9,23 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint_tools.megatron_files import MegatronWeights, Plan, Progress, Shape, make_plan, write_checkpoint
+from checkpoint_tools.megatron_files import (
+    PART_BYTES,
+    MegatronWeights,
+    Plan,
+    Progress,
+    Shape,
+    hf_architecture,
+    make_plan,
+    megatron_architecture,
+    write_checkpoint,
+)
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.export import FILE_BYTES, copy_companions, file_dtypes, file_names, replace_directory
 from megatron_dapo.models.hf_files import HFWeights, SafetensorsStream, WeightsError, split_into_files, write_index
@@ -31,23 +41,25 @@ def hf_to_megatron(
     dtype: torch.dtype | None = None,
     value_head: bool = False,
     threads: int = 2,
+    part_bytes: int = PART_BYTES,
     progress: Progress | None = None,
 ) -> None:
     """Write the weights of a Hugging Face directory as a Megatron distributed checkpoint that any layout can load.
 
-    `dtype` None keeps each tensor's own. Memory: one parameter per thread. Collective when ranks are running: they
-    share the work. Raises WeightsError for a checkpoint that is not what its config.json says.
+    `dtype` None keeps each tensor's own. Memory: one parameter per thread. Parts (of `part_bytes`) that an interrupted
+    conversion had finished are kept. Collective when ranks are running: they share the work. Raises WeightsError for a
+    checkpoint that is not what its config.json says.
     """
     source, out = Path(hf_dir), Path(out_dir)
-    arch = Architecture.from_dir(source)
-    plan = make_plan(arch, value_head)
     temporary = out.with_name(f".{out.name}.incomplete")
     lock = Lock()
     with HFWeights(source) as weights:
+        plan = make_plan(Architecture.from_dir(source) if value_head else hf_architecture(source, weights), value_head)
         check_weights(weights, plan)
         if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            files = [[f.name, f.stat().st_mtime_ns, f.stat().st_size] for f in sorted(source.glob("*.safetensors"))]
+            world = dist.get_world_size()
+            _continue_or_begin(temporary, [str(source.resolve()), files, str(dtype), value_head, part_bytes, world])
         dist.barrier()
 
         def fill(piece: Slice, offset: Shape, shape: Shape) -> Tensor:
@@ -63,8 +75,10 @@ def hf_to_megatron(
             lambda name: torch.float32 if name in keep_float32 else dtype or weights.dtype(name),
             threads,
             progress,
+            part_bytes,
         )
     if dist.get_rank() == 0:
+        (temporary / _STATE).unlink()
         replace_directory(temporary, out)
     dist.barrier()
 
@@ -86,7 +100,7 @@ def megatron_to_hf(
     are running: each writes some of the files.
     """
     source, out = Path(hf_dir), Path(out_dir)
-    plan = make_plan(Architecture.from_dir(source), value_head)
+    plan = make_plan(megatron_architecture(source, Path(checkpoint_dir)), value_head)
     weights = MegatronWeights(Path(checkpoint_dir), plan)
     main = dtype or weights.dtype("model.norm.weight")
     dtypes = file_dtypes(plan.shapes, main)
@@ -94,7 +108,9 @@ def megatron_to_hf(
     names = file_names(len(files))
     temporary = out.with_name(f".{out.name}.incomplete")
     if dist.get_rank() == 0:
-        _continue_or_begin(temporary, Path(checkpoint_dir), names, main)
+        stat = (Path(checkpoint_dir) / ".metadata").stat()
+        state = [str(Path(checkpoint_dir).resolve()), stat.st_mtime_ns, stat.st_size, names, str(main)]
+        _continue_or_begin(temporary, state)
     dist.barrier()
     for number, (file, tensors) in enumerate(zip(names, files, strict=True)):
         if number % dist.get_world_size() == dist.get_rank() and not (temporary / file).exists():
@@ -113,12 +129,17 @@ def megatron_to_hf(
 
 
 def check_weights(weights: HFWeights, plan: Plan) -> None:
-    """Names and shapes of a Hugging Face directory against its config.json, before anything is written."""
+    """Names, shapes and dtypes of a Hugging Face directory against its config.json, before anything is written."""
     for name, shape in plan.shapes.items():
+        weights.dtype(name)
         if weights.shape(name) != shape:
             raise WeightsError(
                 f"{name} in {weights.file_of(name)} has shape {weights.shape(name)}, but config.json implies {shape}"
             )
+    for name, original in plan.copies.items():
+        start, shape = (0,) * len(plan.shapes[name]), plan.shapes[name]
+        if not torch.equal(weights.read(name, start, shape), weights.read(original, start, shape)):
+            raise WeightsError(f"{name} is not equal to {original}, but Megatron's network has the two in one place")
 
 
 def _write_file(
@@ -151,11 +172,9 @@ def _layer(name: str) -> str:
     return parts[2] if parts[:2] == ["model", "layers"] else name
 
 
-def _continue_or_begin(temporary: Path, checkpoint: Path, names: list[str], dtype: torch.dtype) -> None:
-    """Keep finished files only if they come from the very same conversion."""
-    stat = (checkpoint / ".metadata").stat()
-    state = json.dumps([str(checkpoint.resolve()), stat.st_mtime_ns, stat.st_size, names, str(dtype)])
-    file = temporary / _STATE
+def _continue_or_begin(temporary: Path, what: list[Any]) -> None:
+    """Keep what an interrupted conversion has finished only if it was the very same one: `what` says which."""
+    state, file = json.dumps(what), temporary / _STATE
     if not file.is_file() or file.read_text() != state:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)

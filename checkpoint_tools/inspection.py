@@ -1,5 +1,6 @@
 """What is in a checkpoint: each tensor's name, shape, dtype, size and pieces, from headers alone."""
 
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -8,6 +9,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dapo.models.hf_files import HFWeights, WeightsError
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
+
+
+def item_bits(stored: str) -> int:
+    """Bits of an element, from the word in a safetensors header: the first number in it (BOOL has none, and eight)."""
+    return int(found[0]) if (found := re.search(r"\d+", stored)) else 8
 
 
 @dataclass(frozen=True)
@@ -37,8 +45,8 @@ def inspect_checkpoint(path: str | Path) -> list[TensorInfo]:
             TensorInfo(
                 name,
                 weights.shape(name),
-                str(weights.dtype(name)).removeprefix("torch."),
-                prod(weights.shape(name)) * weights.dtype(name).itemsize,
+                DTYPES.get(weights.stored_dtype(name), weights.stored_dtype(name)),
+                prod(weights.shape(name)) * item_bits(weights.stored_dtype(name)) // 8,
                 1,
                 weights.file_of(name).name,
             )

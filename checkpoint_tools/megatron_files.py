@@ -5,8 +5,13 @@ The place of every parameter (its key, its offset in the global tensor) is asked
 """
 
 import io
+import os
+import pickle
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -42,15 +48,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron_dapo.config.model import ModelConfig, ParallelConfig
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.build import build_model
-from megatron_dapo.models.hf_files import WeightsError
+from megatron_dapo.models.hf_files import HFWeights, WeightsError
 from megatron_dapo.models.megatron_config import transformer_config
 from megatron_dapo.models.slices import Slice
 from megatron_dapo.models.storage import box, storages
-from megatron_dapo.models.tables import hf_shapes, megatron_slices
+from megatron_dapo.models.tables import hf_shapes, megatron_slices, mtp_copies
 from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.groups import init_distributed
 from megatron_dapo.parallel.topology import Topology
 
+PART_BYTES = 4 << 30
 Shape = tuple[int, ...]
 Progress = Callable[[str, int, int], None]  # what was just done, how many of how many
 
@@ -80,6 +87,7 @@ class Plan:
     objects: tuple[ShardedObject, ...]
     slices: dict[str, tuple[Slice, ...]]  # by parameter
     shapes: dict[str, Shape]  # of the HF tensors
+    copies: dict[str, str]  # HF tensors that repeat another one, which alone is in a Megatron checkpoint
 
     def of_param(self) -> dict[str, list[Place]]:
         """The places of each parameter."""
@@ -94,25 +102,58 @@ def make_plan(arch: Architecture, value_head: bool = False) -> Plan:
 
     In a larger world every rank makes the same plan and may take a share of the work.
     """
-    if not mpu.model_parallel_is_initialized():
-        init_distributed(Topology(world=dist.get_world_size() if dist.is_initialized() else 1), seed=0)
+    ensure_world()
     config = transformer_config(arch, ModelConfig(dtype="float32"), ParallelConfig())
     chunks = build_model(arch, config, value_head=value_head)
     names = {storage.untyped_storage().data_ptr(): name for name, storage in storages(chunks).items()}
-    state = chunks[0].sharded_state_dict(
-        metadata={"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-    )
+    state = sharded_state(chunks[0])
     apply_factories(state)
     entries = list(nested_values(state))
     slices: dict[str, list[Slice]] = {}
     for piece in megatron_slices(arch, Topology(), 0, te=capabilities().transformer_engine, value_head=value_head):
         slices.setdefault(piece.param, []).append(piece)
+    shapes = hf_shapes(arch, value_head)
+    copies = {} if value_head else mtp_copies(arch)
     return Plan(
         places=tuple(_place(entry, names) for entry in entries if isinstance(entry, ShardedTensor)),
         objects=tuple(entry for entry in entries if isinstance(entry, ShardedObject)),
         slices={name: tuple(pieces) for name, pieces in slices.items()},
-        shapes=hf_shapes(arch, value_head),
+        shapes=shapes | {copy: shapes[of] for copy, of in copies.items()},
+        copies=copies,
     )
+
+
+def hf_architecture(path: Path, weights: HFWeights) -> Architecture:
+    """The network of config.json, and as many layers that predict further tokens as there are weights of."""
+    arch = Architecture.from_dir(path)
+    has = (f"model.layers.{arch.layers + i}.eh_proj.weight" in weights for i in count())
+    return replace(arch, mtp_layers=sum(takewhile(bool, has)))
+
+
+def megatron_architecture(path: Path, checkpoint: Path) -> Architecture:
+    """As `hf_architecture`, by the tensors of a Megatron checkpoint. Raises WeightsError for an incomplete one."""
+    keys = read_metadata(checkpoint).state_dict_metadata
+    has = (any(key.endswith(f"mtp.layers.{i}.eh_proj.weight") for key in keys) for i in count())
+    return replace(Architecture.from_dir(path), mtp_layers=sum(takewhile(bool, has)))
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """What is in a distributed checkpoint. Raises WeightsError for a directory that is not a complete one."""
+    if not (checkpoint / "metadata.json").is_file():
+        raise WeightsError(f"{checkpoint} is not a complete Megatron checkpoint: it has no metadata.json")
+    return FileSystemReader(checkpoint).read_metadata()
+
+
+def ensure_world() -> None:
+    """Megatron's groups without any model parallelism, over the ranks that torchrun started, or over this process."""
+    if not mpu.model_parallel_is_initialized():
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        init_distributed(Topology(world=ranks), seed=0)
+
+
+def sharded_state(model: MegatronModule) -> dict[str, Any]:
+    """Megatron's own description of where each parameter lies in a distributed checkpoint."""
+    return model.sharded_state_dict(metadata={"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)})
 
 
 def _place(entry: ShardedTensor, names: dict[int, str]) -> Place:
@@ -149,13 +190,11 @@ class MegatronWeights:
 
     def __init__(self, path: Path, plan: Plan) -> None:
         self.path = Path(path)
-        if not (self.path / "metadata.json").is_file():
-            raise WeightsError(f"{self.path} is not a complete Megatron checkpoint: it has no metadata.json")
+        self.metadata = read_metadata(self.path)
         self._reader = FileSystemReader(self.path)
-        self.metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         self._plan, self._by_param = plan, plan.of_param()
-        self._pieces: dict[str, list[Slice]] = {name: [] for name in plan.shapes}
+        self._pieces: dict[str, list[Slice]] = {name: [] for name in plan.shapes if name not in plan.copies}
         for pieces in plan.slices.values():
             for piece in pieces:
                 self._pieces[piece.tensor].append(piece)
@@ -169,21 +208,28 @@ class MegatronWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype in which the checkpoint keeps it."""
-        place = self._by_param[self._pieces[name][0].param][0]
-        return self._stored(place.key).properties.dtype
+        place = self._by_param[self._pieces[self._plan.copies.get(name, name)][0].param][0]
+        return self._stored(place).properties.dtype
 
     def read_many(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole HF tensors, in one pass over the files."""
-        tensors = {name: torch.empty(self._plan.shapes[name], dtype=self.dtype(name)) for name in names}
+        stored = {name: self._plan.copies.get(name, name) for name in names}
+        tensors = {
+            name: torch.empty(self._plan.shapes[name], dtype=self.dtype(name)) for name in sorted(set(stored.values()))
+        }
         targets: dict[tuple[str, Shape], Tensor] = {}
         items: list[ReadItem] = []
         for name, tensor in tensors.items():
             for piece in self._pieces[name]:
                 for place in self._by_param[piece.param]:
                     items += self._request(piece, place, tensor, targets)
-        planner = _Targets(targets)
-        self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
-        return tensors
+        try:
+            self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), _Targets(targets)).wait()
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise WeightsError(
+                f"{self.path}: a file of this checkpoint is missing or cut off, found when reading {names[0]} ({error})"
+            ) from error
+        return {name: tensors[original] for name, original in stored.items()}
 
     def _request(
         self, piece: Slice, place: Place, tensor: Tensor, targets: dict[tuple[str, Shape], Tensor]
@@ -199,12 +245,17 @@ class MegatronWeights:
             box(tensor, inside, shape).view(size) if place.extra else box(tensor, inside, shape)
         )
         chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-        return create_read_items_for_chunk_list(place.key, self._stored(place.key), [chunk])
+        return create_read_items_for_chunk_list(place.key, self._stored(place), [chunk])
 
-    def _stored(self, key: str) -> TensorStorageMetadata:
-        stored = self.metadata.state_dict_metadata.get(key)
+    def _stored(self, place: Place) -> TensorStorageMetadata:
+        stored = self.metadata.state_dict_metadata.get(place.key)
         if not isinstance(stored, TensorStorageMetadata):
-            raise WeightsError(f"{self.path} has no tensor {key}: it belongs to another network")
+            raise WeightsError(f"{self.path} has no tensor {place.key}: it belongs to another network")
+        if tuple(stored.size) != place.size:
+            raise WeightsError(
+                f"{place.key} in {self.path} has shape {tuple(stored.size)}, but config.json implies {place.size}: it "
+                "belongs to another network"
+            )
         return stored
 
 
@@ -244,19 +295,78 @@ def write_checkpoint(
     dtypes: Callable[[str], torch.dtype],
     threads: int,
     progress: Progress | None,
+    part_bytes: int = PART_BYTES,
 ) -> None:
-    """Write a distributed checkpoint into the empty directory `path`, each piece made when its turn comes.
+    """Write a distributed checkpoint into the directory `path`, each piece made when its turn comes.
 
-    fill(slice, offset, shape) gives that box of the slice's HF tensor. Collective: ranks share the pieces.
+    fill(slice, offset, shape) gives that box of the slice's HF tensor. Collective: ranks share the pieces. They are
+    written in parts, each a folder that gets its name when it is complete; parts that are there already are kept.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    planner = _Stream(plan.places[rank::ranks], plan.objects if rank == 0 else (), plan.slices, fill, dtypes, progress)
-    writer = FileSystemWriter(path, single_file_per_rank=threads == 1, thread_count=threads)
-    dcp.save({}, storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
+    parts = _parts(plan, lambda place: dtypes(plan.slices[place.param][0].tensor), part_bytes)
+    done, total = 0, sum(len(places[rank::ranks]) for places in parts)
+    for number, places in enumerate(parts):
+        mine, part = places[rank::ranks], path / f"part-{number:05d}"
+        if not part.exists():
+            objects = plan.objects if rank == number == 0 else ()
+            planner = _Stream(mine, objects, plan.slices, fill, dtypes, _after(progress, done, total))
+            partial = path / f".{part.name}"
+            if rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            dist.barrier()
+            writer = FileSystemWriter(partial, single_file_per_rank=threads == 1, thread_count=threads)
+            dcp.save({}, storage_writer=writer, planner=planner)  # type: ignore[attr-defined]
+            if rank == 0:
+                partial.rename(part)
+            dist.barrier()
+        done += len(mine)
     if rank == 0:
+        _join_parts(path, len(parts))
         torch.save({}, path / "common.pt")
         save_config(CheckpointingConfig("torch_dist", 1), str(path))
     dist.barrier()
+
+
+def _after(progress: Progress | None, done: int, total: int) -> Progress | None:
+    """Progress within a part as progress of the whole."""
+    if progress is None:
+        return None
+    return lambda what, count, _: progress(what, done + count, total)
+
+
+def _parts(plan: Plan, dtype: Callable[[Place], torch.dtype], part_bytes: int) -> list[list[Place]]:
+    parts: list[list[Place]] = [[]]
+    room = part_bytes
+    for place in plan.places:
+        nbytes = prod(place.shape) * dtype(place).itemsize
+        if parts[-1] and nbytes > room:
+            parts.append([])
+            room = part_bytes
+        parts[-1].append(place)
+        room -= nbytes
+    return parts
+
+
+def _join_parts(path: Path, count: int) -> None:
+    """One description of the whole from those of the parts: the same tensors, files one folder further down."""
+    tensors: dict[str, Any] = {}
+    files: dict[MetadataIndex, Any] = {}
+    for number in range(count):
+        folder = path / f"part-{number:05d}"
+        metadata = FileSystemReader(folder).read_metadata()
+        for key, entry in metadata.state_dict_metadata.items():
+            known = tensors.setdefault(key, entry)
+            if known is not entry and isinstance(entry, TensorStorageMetadata):
+                known.chunks.extend(entry.chunks)
+        for index, place in metadata.storage_data.items():
+            files[index] = replace(place, relative_path=f"{folder.name}/{place.relative_path}")
+    temporary = path / ".metadata.partial"
+    with temporary.open("wb") as stream:
+        pickle.dump(Metadata(tensors, storage_data=files), stream)
+        os.fsync(stream.fileno())
+    temporary.rename(path / ".metadata")
+    for number in range(count):
+        (path / f"part-{number:05d}" / ".metadata").unlink()
 
 
 class _Stream(SavePlanner):

@@ -68,7 +68,11 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One network. `ffn` is the dense layers' feed-forward size; `mixture` and `latent` are None where not used."""
+    """One network. `ffn` is the dense layers' feed-forward size; `mixture` and `latent` are None where not used.
+
+    `mtp_layers`: layers behind the last that predict further tokens (DeepSeek-V3). They are part of checkpoints but not
+    of what is trained, so config.json does not set it: `checkpoint_tools` do, for a checkpoint that has them.
+    """
 
     family: str
     layers: int
@@ -86,6 +90,7 @@ class Architecture:
     qk_norm: bool = False
     mixture: Mixture | None = None
     latent: Latent | None = None
+    mtp_layers: int = 0
 
     @property
     def experts(self) -> int:
@@ -93,8 +98,8 @@ class Architecture:
         return self.mixture.experts if self.mixture else 0
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether layer number `layer` (from 0) has experts."""
-        return self.mixture is not None and layer in self.mixture.layers
+        """Whether layer number `layer` (from 0) has experts. Those behind the last are built like the last."""
+        return self.mixture is not None and min(layer, self.layers - 1) in self.mixture.layers
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "Architecture":

@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.heads import DeferredHead, ValueHead
 from megatron_dapo.models.rope import inverse_frequencies
-from megatron_dapo.models.specs import decoder_spec
+from megatron_dapo.models.specs import decoder_spec, mtp_spec
 from megatron_dapo.models.tables import padded_vocab
 from megatron_dapo.parallel.capabilities import capabilities
 
@@ -30,9 +30,10 @@ def _chunk(
 ) -> GPTModel:
     whole = vp_stage is None
     last = mpu.is_pipeline_last_stage(ignore_virtual=whole, vp_stage=vp_stage)
+    block = decoder_spec(config, vp_stage)
     model = GPTModel(
         config,
-        decoder_spec(config, vp_stage),
+        block,
         vocab_size=padded_vocab(arch.vocab, config.tensor_model_parallel_size),
         max_sequence_length=arch.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=whole, vp_stage=vp_stage),
@@ -41,6 +42,7 @@ def _chunk(
         position_embedding_type="rope",
         rotary_base=int(arch.rope.theta),
         vp_stage=vp_stage,
+        mtp_block_spec=mtp_spec(config, block, vp_stage) if arch.mtp_layers else None,
     )
     if value_head and last:
         model.output_layer = ValueHead(config)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.models.architecture import Architecture
-from megatron_dapo.models.hf_files import SafetensorsStream, split_into_files, write_index
+from megatron_dapo.models.hf_files import HFWeights, SafetensorsStream, split_into_files, write_index
 from megatron_dapo.models.slices import Slice
 from megatron_dapo.models.storage import box, storages
 from megatron_dapo.models.tables import hf_shapes, megatron_slices
@@ -21,6 +22,7 @@ from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.topology import Topology
 
 FILE_BYTES = 4 << 30
+Shape = tuple[int, ...]
 Source = tuple[int, Slice]  # who sends, and which box of the tensor
 
 
@@ -39,7 +41,8 @@ def export_hf(
     """Write the whole model to `out_dir`, in `dtype` (None: the parameters' own). Collective: every rank calls it.
 
     Files are shared out over the ranks and written as a stream, so a rank holds one tensor at a time. config.json,
-    generation_config.json and the tokenizer are copied from `source_dir`. The directory appears under its name only
+    generation_config.json and the tokenizer are copied from `source_dir`, and so are its layers that predict further
+    tokens, which are not trained. The directory appears under its name only
     when it is complete (a temporary one is renamed); an older one of that name is replaced then.
     """
     out, rank = Path(out_dir), dist.get_rank()
@@ -52,7 +55,8 @@ def export_hf(
     shapes = hf_shapes(arch, value_head)
     dtypes = file_dtypes(shapes, dtype or _main_dtype(storage))
     files = split_into_files(shapes, max(d.itemsize for d in dtypes.values()), file_bytes)
-    names = file_names(len(files))
+    untrained = _untrained(Path(source_dir), arch, shapes)
+    names = file_names(len(files) + bool(untrained))
     owners = _owners(arch, topology, value_head)
     for number, tensors in enumerate(files):
         writer = number % topology.world
@@ -68,12 +72,35 @@ def export_hf(
             stream.close()
     dist.barrier()
     if rank == 0:
+        if untrained:
+            files.append(list(untrained))
+            shapes |= untrained
+            dtypes |= file_dtypes(untrained, dtype or _main_dtype(storage))
+            _copy_tensors(Path(source_dir), temporary / names[-1], untrained, dtypes)
         if len(files) > 1:
             total = sum(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
             write_index(temporary, zip(names, files, strict=True), total)
         copy_companions(Path(source_dir), temporary, dtype or _main_dtype(storage))
         replace_directory(temporary, out)
     dist.barrier()
+
+
+def _untrained(source: Path, arch: Architecture, shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """Tensors of `source` in layers behind the last one that is trained."""
+    if not any(source.glob("*.safetensors")):
+        return {}
+    behind = re.compile(r"model\.layers\.(\d+)\.")
+    with HFWeights(source) as weights:
+        found = [name for name in weights if (match := behind.match(name)) and int(match[1]) >= arch.layers]
+        return {name: weights.shape(name) for name in sorted(found) if name not in shapes}
+
+
+def _copy_tensors(source: Path, file: Path, shapes: dict[str, Shape], dtypes: dict[str, torch.dtype]) -> None:
+    stream = SafetensorsStream(file, shapes, dtypes)
+    with HFWeights(source) as weights:
+        for name, shape in shapes.items():
+            stream.add(name, weights.read(name, (0,) * len(shape), shape).to(dtypes[name]))
+    stream.close()
 
 
 def file_names(count: int) -> list[str]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_dapo.errors import UserError
 
 INDEX = "model.safetensors.index.json"
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}  # float8: only to write
 
 
 class WeightsError(UserError, ValueError):
@@ -69,13 +69,21 @@ class HFWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor, from the file's header. Raises WeightsError for one that is not plain floating point."""
-        stored = self._handle(name).get_slice(name).get_dtype()
+        stored = self.stored_dtype(name)
         if stored not in _DTYPES:
             raise WeightsError(
                 f"{name} in {self.file_of(name)} has dtype {stored}; only float32, bfloat16 and float16 weights can be "
-                "loaded (dequantize the checkpoint first)"
+                "loaded (first run `megatron-dapo convert dequantize`)"
             )
         return _DTYPES[stored]
+
+    def stored_dtype(self, name: str) -> str:
+        """The header's own word, such as BF16 or F8_E4M3."""
+        return self._handle(name).get_slice(name).get_dtype()
+
+    def read_any(self, name: str) -> Tensor:
+        """A whole tensor of whatever dtype."""
+        return self._handle(name).get_tensor(name)
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The box `offset + shape` of a tensor; only its bytes are read. Raises WeightsError for a non-float dtype."""

@@ -66,6 +66,7 @@ def _architecture(arch: Architecture) -> Settings:
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
         "qk_layernorm": arch.qk_norm or (arch.latent is not None and arch.latent.q_rank is not None),
+        "mtp_num_layers": arch.mtp_layers or None,
     }
     return settings | (_latent(arch, arch.latent) if arch.latent else {})
 

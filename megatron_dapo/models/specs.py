@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -104,6 +105,18 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tran
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.linear_kv_up_proj = normed
     return block
+
+
+def mtp_spec(
+    config: TransformerConfig, block: TransformerBlockSubmodules, vp_stage: int | None = None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The layers that predict further tokens, each built like the last of `block`; None on stages without them."""
+    engine = capabilities().transformer_engine
+    spec = get_gpt_mtp_block_spec(config, block, use_transformer_engine=engine, vp_stage=vp_stage)
+    if spec is not None and not engine:
+        for layer in spec.layer_specs:
+            layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = HostNorm
+    return spec
 
 
 def _engine_normed_linear() -> type:

@@ -42,11 +42,26 @@ def _shapes(arch: Architecture, value_head: bool) -> Shapes:
         prefix = f"model.layers.{layer}."
         shapes |= {prefix + name: shape for name, shape in _layer_shapes(arch, layer).items()}
     shapes["model.norm.weight"] = (arch.hidden,)
+    for layer in mtp_layers(arch):
+        prefix = f"model.layers.{layer}."
+        shapes |= {prefix + name: shape for name, shape in (_layer_shapes(arch, layer) | _mtp_shapes(arch)).items()}
     if value_head:
         shapes[VALUE_HEAD] = (1, arch.hidden)
     elif not arch.tied:
         shapes["lm_head.weight"] = (arch.vocab, arch.hidden)
     return shapes
+
+
+def mtp_layers(arch: Architecture) -> range:
+    """HF's numbers of the layers that predict further tokens."""
+    return range(arch.layers, arch.layers + arch.mtp_layers)
+
+
+def mtp_copies(arch: Architecture) -> dict[str, str]:
+    """HF tensors that repeat another one: each of these layers brings the embedding and the head that it shares."""
+    head = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
+    copies = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": head}
+    return {f"model.layers.{layer}.{name}": of for layer in mtp_layers(arch) for name, of in copies.items()}
 
 
 def megatron_slices(
@@ -122,8 +137,20 @@ class _Table:
                 yield self._whole(prefix + "output_layer.weight", VALUE_HEAD)
             elif not arch.tied:
                 yield from self._vocabulary(prefix + "output_layer.weight", "lm_head.weight")
-            elif not stage.embedding:  # the copy that the last pipeline stage keeps of a tied embedding
+            elif not stage.embedding and not arch.mtp_layers:  # the last stage's copy of a tied embedding
                 yield from self._vocabulary(prefix + "output_layer.weight", embedding)
+            if arch.mtp_layers and not stage.embedding:  # these layers embed tokens themselves
+                yield from self._vocabulary(prefix + "embedding.word_embeddings.weight", embedding)
+            for local, layer in enumerate(mtp_layers(arch)):
+                yield from self._mtp_layer(f"{prefix}mtp.layers.{local}.", layer)
+
+    def _mtp_layer(self, local: str, layer: int) -> Iterator[Slice]:
+        hf = f"model.layers.{layer}."
+        for norm in ("enorm", "hnorm"):
+            yield self._whole(f"{local}{norm}.weight", f"{hf}{norm}.weight")
+        yield from self._shard(local + "eh_proj.weight", [(hf + "eh_proj.weight", 0, self.arch.hidden)])
+        yield from self._layer(local + "transformer_layer.", layer)
+        yield self._whole(local + "final_layernorm.weight", hf + "shared_head.norm.weight")
 
     def _layer(self, local: str, layer: int) -> Iterator[Slice]:
         hf = f"model.layers.{layer}."
@@ -314,6 +341,11 @@ def _layer_shapes(arch: Architecture, layer: int) -> Shapes:
         shapes[gate] = shapes[up] = (mixture.ffn, hidden)
         shapes[down] = (hidden, mixture.ffn)
     return shapes
+
+
+def _mtp_shapes(arch: Architecture) -> Shapes:
+    norms = dict.fromkeys(("enorm.weight", "hnorm.weight", "shared_head.norm.weight"), (arch.hidden,))
+    return norms | {"eh_proj.weight": (arch.hidden, 2 * arch.hidden)}
 
 
 def _gated_shapes(prefix: str, hidden: int, ffn: int) -> Shapes:

@@ -1,11 +1,14 @@
 """Tiny random Hugging Face models of every family, saved once per test session, for tests to compare with."""
 
+import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -16,6 +19,9 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.tables import hf_shapes, mtp_copies
 
 BASE: dict[str, Any] = dict(
     vocab_size=211,  # odd: the padded vocabulary is used
@@ -95,4 +101,20 @@ def saved(name: str) -> Path:
             if tensor.dim() == 1:
                 tensor.add_(torch.randn_like(tensor) * (0.1 if "correction" not in key else 0.3))
     model.save_pretrained(path)
+    return path
+
+
+@cache
+def saved_with_mtp(name: str) -> Path:
+    """The model `name` with one more layer that predicts further tokens, as DeepSeek-V3's checkpoint has it."""
+    path = Path(mkdtemp(prefix=f"hf-{name}-mtp-"))
+    shutil.copytree(saved(name), path, dirs_exist_ok=True)
+    tensors = load_file(path / "model.safetensors")
+    arch = replace(Architecture.from_dir(path), mtp_layers=1)
+    generator = torch.Generator().manual_seed(1)
+    for key, shape in hf_shapes(arch).items():
+        if key not in tensors:
+            tensors[key] = torch.randn(shape, generator=generator)
+    tensors |= {copy: tensors[of].clone() for copy, of in mtp_copies(arch).items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path

@@ -15,7 +15,7 @@ from megatron_dapo.models.hf_files import WeightsError
 from megatron_dapo.models.load import load_hf
 from megatron_dapo.models.megatron_config import transformer_config
 from megatron_dapo.models.storage import storages
-from tests.models.hf_models import CONFIGS, saved
+from tests.models.hf_models import CONFIGS, saved, saved_with_mtp
 
 LENGTHS = (3, 17, 40, 9, 1, 9, 30)
 
@@ -69,6 +69,16 @@ def test_export_is_bit_identical(one_rank, name, tmp_path):
     ids = torch.arange(20)[None]
     first = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert torch.equal(again(ids).logits, first(ids).logits)
+
+
+def test_export_keeps_the_layers_that_are_not_trained(one_rank, tmp_path):
+    path = saved_with_mtp("deepseek_v3")
+    arch, chunks = build(path)
+    load_hf(chunks, arch, one_rank, path)
+    export_hf(chunks, arch, one_rank, tmp_path / "out", source_dir=path)
+    before = load_file(path / "model.safetensors")
+    after = {key: t for file in (tmp_path / "out").glob("*.safetensors") for key, t in load_file(file).items()}
+    assert set(before) == set(after) and all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_export_replaces_and_casts(one_rank, tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.storage import box
-from megatron_dapo.models.tables import hf_shapes, megatron_slices, padded_vocab
+from megatron_dapo.models.tables import hf_shapes, megatron_slices, mtp_copies, padded_vocab
 from megatron_dapo.parallel.topology import Topology
 from tests.models.hf_models import CONFIGS
 
@@ -56,18 +56,25 @@ def local_storages(layout, tensors):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip(name, layout, te):
-    arch, topology = architecture(name), LAYOUTS[layout]
-    if topology.expert > 1 and arch.mixture is None:
-        topology = replace(topology, expert=1, expert_tensor=None)
+    arch = architecture(name)
+    there_and_back(arch, legal(LAYOUTS[layout], arch), te)
+
+
+def there_and_back(arch: Architecture, topology: Topology, te: bool = False) -> dict[str, set[int]]:
+    """Cut every HF tensor for every rank, put the cuts together again, compare; returns the rows of each storage."""
     tensors = hf_tensors(hf_shapes(arch))
     back = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    rows: dict[str, set[int]] = {}
     for at in topology.coordinates():
         slices = megatron_slices(arch, topology, at, te=te)
         storages = local_storages(slices, tensors)
+        for param, storage in storages.items():
+            rows.setdefault(param, set()).add(storage.shape[0])
         for s in slices:
             box(back[s.tensor], s.offset, s.shape).copy_(box(storages[s.param], s.param_offset, s.shape))
     for key, tensor in tensors.items():
         assert torch.equal(back[key], tensor), key
+    return rows
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
@@ -75,18 +82,36 @@ def test_round_trip(name, layout, te):
 @pytest.mark.parametrize("tied", [False, True])
 def test_kv_heads_and_odd_vocabularies(kv_heads, vocab, tied):
     arch = architecture("qwen2", kv_heads=kv_heads, vocab=vocab, tied=tied)
-    tensors = hf_tensors(hf_shapes(arch))
     for topology in (Topology(world=4, tensor=4), Topology(world=8, tensor=4, pipeline=2)):
-        back = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
-        rows = set()
-        for at in topology.coordinates():
-            slices = megatron_slices(arch, topology, at)
-            storages = local_storages(slices, tensors)
-            rows |= {s.shape[0] for p, s in storages.items() if p.endswith("linear_qkv.weight")}
-            for s in slices:
-                box(back[s.tensor], s.offset, s.shape).copy_(box(storages[s.param], s.param_offset, s.shape))
-        assert all(torch.equal(back[key], tensor) for key, tensor in tensors.items())
-        assert rows == {(arch.heads + 2 * kv_heads) * arch.head_dim // 4}
+        rows = there_and_back(arch, topology)
+        fused = set.union(*(found for param, found in rows.items() if param.endswith("linear_qkv.weight")))
+        assert fused == {(arch.heads + 2 * kv_heads) * arch.head_dim // 4}
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("llama_kv1", "deepseek_v3_yarn")])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_family_in_every_layout_tied_or_not(name, tied):
+    """With one, two and eight KV heads (latent attention has none) and an odd vocabulary that no layout divides."""
+    base = architecture(name, tied=tied, vocab=97)
+    variants = [base] if base.latent else [replace(base, kv_heads=kv_heads) for kv_heads in (1, 2, 8)]
+    for layout in ("one", "tp2_pp2", "tp4", "ep4_etp1", "tp2_ep2_pp2_vpp2"):
+        for arch in variants:
+            there_and_back(arch, legal(LAYOUTS[layout], arch))
+
+
+@pytest.mark.parametrize("te", [False, True], ids=["local", "te"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "moonlight"])
+def test_layers_that_predict_further_tokens(name, te):
+    arch = architecture(name, mtp_layers=2)
+    assert hf_shapes(arch)["model.layers.5.eh_proj.weight"] == (32, 64)
+    assert mtp_copies(arch)["model.layers.4.shared_head.head.weight"] == "lm_head.weight"
+    for layout in ("one", "tp2_pp2", "tp4", "ep4_etp1", "tp2_ep2_pp2_vpp2"):
+        there_and_back(arch, LAYOUTS[layout], te)
+
+
+def legal(topology: Topology, arch: Architecture) -> Topology:
+    """Without expert parallelism where there are no experts."""
+    return topology if arch.mixture else replace(topology, expert=1, expert_tensor=None)
 
 
 def test_tied_embedding_lies_on_both_pipeline_ends():
