@@ -63,7 +63,7 @@ def queue_speed() -> list[dict[str, float]]:
 
     from megatron_dapo.runtime.queue import Queue
 
-    ray.init(num_cpus=3, object_store_memory=100 * 2**20, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=3, object_store_memory=100 * 2**20, include_dashboard=False, logging_level="ERROR")
     queue = Queue.open(storage_units=1)
     found = [one_batch(queue, count) for count in (16, 128, 1024)]
     queue.close()

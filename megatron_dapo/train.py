@@ -1,18 +1,24 @@
 """The program of one rank: `torchrun … -m megatron_dapo.train key=value …`. Rank 0 drives, the others serve."""
 
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.parallel import host_cuda
 from megatron_dapo.runtime.failure import StopRequest, ignore_stop_signals, run_rank
-from megatron_dapo.runtime.group import serve
+from megatron_dapo.runtime.group import WorkerGroup, serve
+
+if TYPE_CHECKING:
+    from megatron_dapo.parallel.topology import Topology
+    from megatron_dapo.rollout.async_engine import Engine
+    from megatron_dapo.trainers.bringup import Inputs
 
 
 def train(config: Config) -> None:
     """Brings this rank up and drives or serves until the run ends."""
     host_cuda.install()  # before anything imports megatron.core
-    from megatron_dapo.trainers import bringup, stages, sync
-    from megatron_dapo.trainers.export import export_and_check
+    from megatron_dapo.trainers import bringup, start_rollouts
     from megatron_dapo.trainers.worker import Worker
 
     topology = bringup.topology_of(config)
@@ -21,24 +27,45 @@ def train(config: Config) -> None:
     inputs = bringup.read_inputs(config)
     stop = StopRequest()
     stop.install() if driver else ignore_stop_signals()
-    control = bringup.join_world(config, topology)
-    worker = Worker(config, arch, topology, bringup.rank(), inputs.total_steps)
-    try:
-        if driver or control is None:
-            group = bringup.worker_group(worker, control)
-            run = bringup.build_run(config, topology, group, inputs, stop)
-            run.ranks = stages.connect_rollout(run.ranks, arch, config.rollout.weight_transport)
-            bringup.resume(run)
-            sync.fit(run)
-            if config.trainer.export_hf and not stop:
-                export_and_check(run)
-            run.close()
-        else:
-            serve(worker, control)
-    finally:
-        worker.close()
+    with start_rollouts.own_engines(config, topology.world, stop if driver else None) as engines:
+        control = bringup.join_world(config, topology)
+        worker = Worker(config, arch, topology, bringup.rank(), inputs.total_steps)
+        try:
+            if driver or control is None:
+                drive(config, topology, bringup.worker_group(worker, control), inputs, stop, engines)
+            else:
+                serve(worker, control)
+        finally:
+            worker.close()
     if driver and stop:
         sys.exit(stop.exit_code)
+
+
+def drive(
+    config: Config,
+    topology: "Topology",
+    group: WorkerGroup,
+    inputs: "Inputs",
+    stop: StopRequest,
+    engines: "Sequence[Engine]" = (),
+) -> None:
+    """The run over ranks that stand, from its start or its last checkpoint to its end; `engines`: not the ranks'."""
+    from megatron_dapo.trainers import bringup, stages, start_rollouts, streaming, sync
+    from megatron_dapo.trainers.export import export_and_check
+
+    run = bringup.build_run(config, topology, group, inputs, stop)
+    if config.trainer.mode == "sync":
+        run.ranks = stages.connect_rollout(run.ranks, run.arch, config.rollout.weight_transport)
+        bringup.resume(run)
+        sync.fit(run)
+    else:
+        rollouts = start_rollouts.build_rollouts(config, run, engines)
+        run.parts = (rollouts,)
+        bringup.resume(run)
+        streaming.fit(run, rollouts)
+    if config.trainer.export_hf and not stop:
+        export_and_check(run)
+    run.close()
 
 
 def main() -> None:

@@ -79,8 +79,8 @@ class FilterGroupsConfig(Section):
     """Most generation batches for one training batch; <= 0: no limit."""
     on_exhausted: Literal["raise", "train_partial", "skip"] = "raise"
     """At that limit: end the run, train on what was kept, or skip the step."""
-    surplus: Literal["discard", "carry"] = "discard"
-    """Kept groups beyond `train_batch_size`: throw away, or use in the next step."""
+    surplus: Literal["discard", "carry"] | None = None
+    """Kept groups beyond `train_batch_size`: throw away, or use in the next step; null: discard in the sync mode."""
     max_inflight_gen_batches: Count = 1
     """Generation batches under way at once."""
 

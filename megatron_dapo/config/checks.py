@@ -44,8 +44,6 @@ def _required(config: Config, command: Command) -> Problems:
     if command == "train" and not config.data.train_files:
         text = "Is required: parquet or JSONL files with prompts (`megatron-dapo data prepare` makes them)."
         yield Problem("data.train_files", None, text)
-    if command == "train" and config.trainer.mode != "sync":
-        yield problem(config, "trainer.mode", "The asynchronous loops do not exist yet: set sync.")
     if command == "sft" and not config.sft.train_files:
         yield Problem("sft.train_files", None, "Is required: parquet or JSONL files with prompt and response.")
 
@@ -239,10 +237,19 @@ def _trainer(config: Config) -> Problems:
 def _async_modes(config: Config) -> Problems:
     trainer, train, mini = config.trainer, config.data.train_batch_size, config.actor.ppo_mini_batch_size
     key, sync = "trainer.parameter_sync_step", trainer.parameter_sync_step
+    if trainer.mode != "sync":
+        yield from _replay(config)
+    elif config.rollout.agent.name != "single_turn":
+        text = "The sync loop generates single turns: use trainer.mode=colocate_async or separate_async."
+        yield problem(config, "rollout.agent.name", text, "trainer.mode")
+    if trainer.mode == "colocate_async" and config.algorithm.adv_estimator == "remax":
+        text = "Generates its baselines while the trainer holds the devices: use trainer.mode=sync or separate_async."
+        yield problem(config, "algorithm.adv_estimator", text, "trainer.mode")
     if sync == 1:
         return
-    if trainer.mode == "sync":
-        yield problem(config, key, "The sync loop pushes weights after every step: set 1.", "trainer.mode")
+    if trainer.mode != "separate_async":
+        text = "Only trainer.mode=separate_async trains several times between two pushes: set 1."
+        yield problem(config, key, text, "trainer.mode")
     elif train % sync:
         near = _nearest_divisors(train, sync)
         text = f"Must divide data.train_batch_size = {train}: each local update trains an equal share. Nearest: {near}."
@@ -252,3 +259,21 @@ def _async_modes(config: Config) -> Problems:
         share = f"{train // sync} prompts of one local update (data.train_batch_size / {key})"
         text = f"Must divide the {share}. Nearest: {near}."
         yield problem(config, "actor.ppo_mini_batch_size", text, key, "data.train_batch_size", "trainer.mode")
+
+
+def _replay(config: Config) -> Problems:
+    """The bound on staleness, and what it means for how much is generated ahead."""
+    trainer, filters = config.trainer, config.algorithm.filter_groups
+    key, ahead, span = "trainer.max_off_policy_threshold", trainer.num_warmup_batches, trainer.max_off_policy_threshold
+    if span <= ahead:
+        text = f"Batches are sent trainer.num_warmup_batches = {ahead} steps ahead: set {ahead + 1} or more."
+        yield problem(config, key, text, "trainer.num_warmup_batches")
+    if trainer.max_off_policy_strategy == "wait" and trainer.replay_sampler != "oldest_first":
+        text = "Could wait for ever for groups that are passed over: set oldest_first, or max_off_policy_strategy=drop."
+        yield problem(config, "trainer.replay_sampler", text, "trainer.max_off_policy_strategy")
+    if filters.surplus == "discard" and ahead:
+        text = "Would throw away what trainer.num_warmup_batches generates ahead: set carry, or num_warmup_batches=0."
+        yield problem(config, "algorithm.filter_groups.surplus", text, "trainer.num_warmup_batches")
+    if filters.metric == "seq_final_reward" and filters.enable:
+        text = "Is known only after the KL penalty, but groups are judged as they arrive: use seq_reward, or mode=sync."
+        yield problem(config, "algorithm.filter_groups.metric", text, "trainer.mode")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     from megatron_dapo.config.schema import Config
@@ -29,6 +29,7 @@ class Derived:
     expert_tensor: int
     sequence_parallel: bool
     max_model_len: int  # tokens of the longest prompt + response
+    surplus: Literal["discard", "carry"]
 
 
 def _or(value: T | None, other: T) -> T:
@@ -53,6 +54,7 @@ def derive(config: Config) -> Derived:
         expert_tensor=_or(parallel.expert_tensor, parallel.tensor if parallel.expert == 1 else 1),
         sequence_parallel=_or(parallel.sequence_parallel, parallel.tensor > 1),
         max_model_len=data.max_prompt_length + data.max_response_length,
+        surplus=_or(config.algorithm.filter_groups.surplus, "discard" if config.trainer.mode == "sync" else "carry"),
     )
 
 
@@ -72,6 +74,12 @@ def explain(config: Config) -> dict[str, str]:
             critic.max_tokens_per_micro_batch,
             derived.critic_max_tokens_per_micro_batch,
             "the actor's",
+        ),
+        (
+            "algorithm.filter_groups.surplus",
+            config.algorithm.filter_groups.surplus,
+            derived.surplus,
+            "trainer.mode",
         ),
         ("ref.path", config.ref.path, derived.ref_path, "model.path"),
         ("rollout.dtype", config.rollout.dtype, derived.rollout_dtype, "model.dtype"),

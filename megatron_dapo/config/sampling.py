@@ -73,7 +73,7 @@ class AgentConfig(Section):
     """The loop around the engine: one answer, or several turns with tools."""
 
     name: str = "single_turn"
-    """Registered agent loop."""
+    """single_turn, calculator, or an agent of your own as `package.module:function`."""
     max_turns: Count = 1
     """Most model turns in one trajectory."""
 
@@ -118,6 +118,8 @@ class RolloutConfig(Section):
     """Return the log-probability of every sampled token."""
     engine_kwargs: dict[str, Any] = {}
     """Passed through to vLLM's engine arguments."""
+    failed_groups: Literal["evict", "keep"] = "evict"
+    """Asynchronous modes, when some samples of a group fail: replace the group, or train on those that are left."""
     val_kwargs: ValKwargs = ValKwargs()
     agent: AgentConfig = AgentConfig()
 

@@ -61,8 +61,12 @@ class TrainerConfig(Section):
     parameter_sync_step: Count = 1
     """Asynchronous modes: local updates between two weight pushes."""
     max_off_policy_threshold: Count = 8
-    """Asynchronous modes: most weight versions that a trained group may be old."""
+    """Asynchronous modes: most steps that a group may span, from the one it was sent in to the one it is trained in."""
     max_off_policy_strategy: Literal["drop", "wait"] = "drop"
-    """Asynchronous modes: evict and refill what is older, or hold the sampling back."""
+    """Asynchronous modes: evict and replace what is older, or hold a step back until nothing will become so."""
     num_warmup_batches: NonNegativeInt = 1
-    """Asynchronous modes: generation batches sent ahead at the start."""
+    """Asynchronous modes: batches sent ahead of the step that trains them."""
+    replay_sampler: str = "oldest_first"
+    """Asynchronous modes: which finished groups a step takes; oldest_first, newest_first, `package.module:function`."""
+    queue_storage_units: Count = 1
+    """Asynchronous modes: processes among which TransferQueue spreads its rows."""

@@ -185,6 +185,8 @@ SPEED = Family(
         Name(f"verifier/seconds/{STATS}", "s", "down", "Time of one verifier call."),
         Name("streaming/{queue_depth,in_flight}", "groups", "", "Groups waiting for training, being generated."),
         Name("streaming/{evicted,refilled,discarded}", "groups", "down", "Groups that left the queue or came again."),
+        Name("streaming/failed_samples", "count", "near 0", "Samples of this run that an engine or a tool failed on."),
+        Name("streaming/engine_restarts", "count", "near 0", "Engines of this run that died and were started again."),
         Name("streaming/idle_s/<role>", "s", "down", "Seconds a role (trainer, rollout) waited."),
     ),
 )

@@ -74,6 +74,11 @@ class RolloutEngine:
         connection.send(spec)
         return cls(spec, process, connection)
 
+    def restart(self) -> "RolloutEngine":
+        """A new process in place of this one."""
+        self.close()
+        return RolloutEngine.start(self.spec)
+
     @property
     def pid(self) -> int:
         return self._process.pid

@@ -160,7 +160,7 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
             metric=filters.metric,
             enable=filters.enable,
             on_exhausted=filters.on_exhausted,
-            surplus=filters.surplus,
+            surplus=config.derived.surplus,
         ),
         kl=kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon),
         trackers=Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json")),

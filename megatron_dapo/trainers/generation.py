@@ -17,6 +17,8 @@ from megatron_dapo.runtime.group import WorkerGroup
 
 def rollout_hosts(config: Config, topology: Topology, *, gpus: bool) -> tuple[int, ...]:
     """The ranks that own a rollout engine: on GPUs the first of every `tensor_parallel_size`, on a CPU host rank 0…"""
+    if config.trainer.mode != "sync":
+        return ()  # the driver has them
     if gpus:  # untested on GPU
         width = config.rollout.tensor_parallel_size
         return tuple(range(0, topology.world, width))

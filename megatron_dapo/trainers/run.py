@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,16 @@ from megatron_dapo.trainers.generation import Generator
 from megatron_dapo.trainers.stages import Ranks
 
 TRAINER_STATE = "trainer_state.pt"
+
+
+class Part(Protocol):
+    """Something beyond the model and the driver that a checkpoint of this run must hold."""
+
+    def save(self, directory: Path) -> None: ...
+    def restore(self, directory: Path, step: int) -> None:
+        """`step`: the one that comes next."""
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -51,6 +61,7 @@ class Run:
     stop: StopRequest = field(default_factory=StopRequest)
     timer: Timer = field(default_factory=Timer)
     step: int = 0
+    parts: tuple[Part, ...] = ()
 
     @property
     def pad_id(self) -> int:
@@ -80,6 +91,8 @@ class Run:
         partial = self.store.begin(self.step)
         try:
             self.ranks.group.call("save", directory=partial)
+            for part in self.parts:
+                part.save(partial)
             torch.save(self.state_dict(), partial / TRAINER_STATE)
             return self.store.commit(self.step)
         except OSError as error:
@@ -96,9 +109,13 @@ class Run:
         """Continues from a checkpoint of any layout."""
         self.ranks.group.call("load", directory=directory)
         self.load_state_dict(torch.load(directory / TRAINER_STATE, weights_only=False))
+        for part in self.parts:
+            part.restore(directory, self.step + 1)
 
     def close(self) -> None:
         """Ends the serving ranks, the verifiers and the trackers."""
+        for part in self.parts:
+            part.close()
         self.ranks.group.close()
         self.reward.close()
         self.trackers.close()

@@ -244,24 +244,27 @@ def start_rollout(config: Config, topology: Topology, rank: int, *, routed_exper
     hosts = rollout_hosts(config, topology, gpus=capabilities().cuda)
     if rank not in hosts:
         return None
-    rollout, index = config.rollout, hosts.index(rank)
-    local, width = int(os.environ.get("LOCAL_RANK", "0")), rollout.tensor_parallel_size
-    return RolloutEngine.start(
-        EngineSpec(
-            model=config.model.path,
-            dtype=config.derived.rollout_dtype,
-            tensor_parallel_size=width,
-            max_model_len=config.derived.max_model_len,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            kv_cache_gb=rollout.kv_cache_gb,
-            enforce_eager=rollout.enforce_eager,
-            enable_prefix_caching=rollout.enable_prefix_caching,
-            routed_experts=routed_experts,
-            seed=config.trainer.seed,
-            name=f"rollout-{index}",
-            gpus=tuple(range(local, local + width)) if capabilities().cuda else None,  # untested on GPU
-            engine_kwargs=rollout.engine_kwargs,
-        )
+    local, width = int(os.environ.get("LOCAL_RANK", "0")), config.rollout.tensor_parallel_size
+    gpus = tuple(range(local, local + width)) if capabilities().cuda else None  # untested on GPU
+    return RolloutEngine.start(engine_spec(config, hosts.index(rank), gpus=gpus, routed_experts=routed_experts))
+
+
+def engine_spec(config: Config, index: int, **place: Any) -> EngineSpec:
+    """The engine of this number; `place` says where it runs and what also does: cpus, gpus, sleeps, …"""
+    rollout = config.rollout
+    return EngineSpec(
+        model=config.model.path,
+        dtype=config.derived.rollout_dtype,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        max_model_len=config.derived.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        kv_cache_gb=rollout.kv_cache_gb,
+        enforce_eager=rollout.enforce_eager,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        seed=config.trainer.seed,
+        name=f"rollout-{index}",
+        engine_kwargs=rollout.engine_kwargs,
+        **place,
     )

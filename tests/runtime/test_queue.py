@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def running_queue() -> Iterator[Queue]:
-    ray.init(num_cpus=4, object_store_memory=100 * 2**20, include_dashboard=False, logging_level="ERROR")
+    ray.init("local", num_cpus=4, object_store_memory=100 * 2**20, include_dashboard=False, logging_level="ERROR")
     queue = Queue.open(storage_units=2)
     yield queue
     queue.close()
