@@ -19,6 +19,7 @@ from megatron_dapo.evaluation.problems import Problem, read_problems
 from megatron_dapo.evaluation.server import ServerSource
 from megatron_dapo.evaluation.summary import Judged, summarize, table, write_generations
 from megatron_dapo.rewards import RewardManager
+from megatron_dapo.rewards.routing import quick
 from megatron_dapo.rollout.requests import Sampling, sample_seed
 
 GENERATIONS, SUMMARY = "generations.parquet", "summary.json"
@@ -34,6 +35,7 @@ def evaluate(config: EvalConfig, output: Path, server: str | None = None) -> dic
     """
     tokenizer = load_tokenizer(config.model) if config.model and Path(config.model).is_dir() else None
     problems = read_problems(config, tokenizer)
+    _check_verifiers(config, problems)
     output.mkdir(parents=True, exist_ok=True)
     settings = config.model_dump(mode="json", exclude=NO_ANSWER_CHANGES) | {"server": server is not None}
     with closing(Journal(output, settings)) as journal:
@@ -47,6 +49,13 @@ def evaluate(config: EvalConfig, output: Path, server: str | None = None) -> dic
     (output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     print(table(summary))
     return summary
+
+
+def _check_verifiers(config: EvalConfig, problems: Sequence[Problem]) -> None:
+    """A source that nobody can judge is an error before hours of sampling, not after."""
+    if config.reward.custom_function.path is None:
+        for prompt in {problem.prompt.data_source: problem.prompt for problem in problems}.values():
+            quick(prompt.data_source, "", prompt.ground_truth, prompt.extra_info, strict=config.reward.strict)
 
 
 def _have_answered(

@@ -46,6 +46,8 @@ def stage_efficiency(
         "update_actor": (policy, True, config.actor.ppo_epochs),
         "update_critic": (critic, True, config.critic.ppo_epochs),
     }
+    if config.algorithm.rollout_correction.bypass_mode:
+        del stages["old_log_prob"]  # no forward pass is made
     metrics: Metrics = {}
     for stage, (dims, training, passes) in stages.items():
         if stage in seconds and lengths:

@@ -60,7 +60,7 @@ def line(tmp_path_factory) -> Line:
 def trained(directory: Path) -> list[dict]:
     """What a run wrote about each step, without what depends on the clock or the machine."""
     rows = read_jsonl(directory / METRICS_FILE)
-    volatile = ("timing", "perf/", "push/", "verifier/seconds")
+    volatile = ("timing", "perf/", "push/", "verifier/seconds", "training/total_steps")
     return [{k: v for k, v in row.items() if not k.startswith(volatile)} for row in rows]
 
 

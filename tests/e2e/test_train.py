@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.metrics import read_jsonl
 from megatron_dapo.metrics.names import undocumented
 from tests.e2e.conftest import Line, read_json, trained
 
@@ -39,6 +40,15 @@ def test_the_export_is_the_trained_model(reference: Path):
 
 def test_every_metric_is_documented(reference: Path):
     assert not undocumented({name for row in trained(reference) for name in row if name != "step"})
+
+
+def test_expert_load_counts_every_token_and_stages_tell_their_speed(reference: Path):
+    """Four prompts of four responses; four mixture layers choose two experts; a last token is never fed through."""
+    for row in read_jsonl(reference / "metrics.jsonl"):
+        sampled = round(row["response_length/mean"] * 16)
+        assert row["rollout/moe/routed_expert_assignments"] == (sampled - 16) * 4 * 2
+        assert row["perf/tflops/update_actor"] > 0 and row["verifier/count/scored"] == 16
+    assert [row["step"] for row in read_jsonl(reference / "moe.jsonl") if row["source"] == "rollout"] == [1, 4]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -78,6 +79,16 @@ def test_the_published_aime_file_is_thirty_problems_of_32_samples(server: Loopba
     (found,) = summary["sources"].values()
     assert (found["problems"], found["samples"]) == (30, 60)
     assert found["estimates"]["pass@2"]["value"] == 0.0  # nobody solves AIME by repeating the question
+
+
+def test_a_source_that_nobody_can_judge_is_an_error_before_anything_is_asked(
+    server: Loopback, problems: Path, tmp_path: Path
+):
+    rows = [row | {"data_source": "riddles"} for row in pq.read_table(problems).to_pylist()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "riddles.parquet")
+    with pytest.raises(UserError, match="no verifier for data_source='riddles'"):
+        evaluate(chat(tmp_path / "riddles.parquet"), tmp_path / "out", server.url)
+    assert not server.bodies
 
 
 def test_words_become_a_checked_configuration(tmp_path: Path):
