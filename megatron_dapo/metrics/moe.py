@@ -149,7 +149,7 @@ class MoELoadAccumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """The counts so far and those of the last report, which the next one's drift is measured from."""
-        return {"cells": self._cells, "previous": self._previous}
+        return {"cells": self._cells.clone(), "previous": self._previous}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._cells, self._previous = state["cells"], state["previous"]

@@ -89,13 +89,17 @@ class ExpertLoad:
         self._since_report = {source: MoELoadAccumulator(*shape) for source in (ROLLOUT, TRAINING)}
         self._log = MoELog(directory)
 
-    def step(self, group: WorkerGroup, step: int, *, last: bool) -> Metrics:
-        """Collects the counts of all ranks; the metrics of the step that ends."""
+    def collect(self, group: WorkerGroup) -> None:
+        """Adds what all ranks counted since the last time."""
         for counts in group.call("take_expert_load"):
             for source, of_rank in ((ROLLOUT, counts.rollout), (TRAINING, counts.training)):
                 if of_rank is not None:
                     self._sources[source].add_counts(of_rank)
                     self._since_report[source].add_counts(of_rank)
+
+    def step(self, group: WorkerGroup, step: int, *, last: bool) -> Metrics:
+        """The metrics of the step that ends, and its report where one is due."""
+        self.collect(group)
         values: dict[str, float] = {}
         if all(counter.counts.any() for counter in self._sources.values()):
             values |= source_distance(self._sources[ROLLOUT], self._sources[TRAINING])
@@ -114,16 +118,14 @@ class ExpertLoad:
                 counted.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: drift is then measured across a resumption too."""
-        return {name: counter.state_dict() for name, counter in self._counters().items()}
+        """For a checkpoint, after `collect`: a step is saved before it is reported."""
+        return {name: counter.state_dict() for name, counter in self._sources.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, counter in self._counters().items():
+        """The saved step counts as reported, so that the next one's drift is measured from it."""
+        for name, counter in self._sources.items():
             counter.load_state_dict(state[name])
-
-    def _counters(self) -> dict[str, MoELoadAccumulator]:
-        reports = {f"{source}/since_report": counter for source, counter in self._since_report.items()}
-        return {**self._sources, **reports}
+            counter.reset()
 
     def close(self) -> None:
         self._log.close()

@@ -88,6 +88,8 @@ class Run:
 
     def save(self) -> Path:
         """A checkpoint of this step: all ranks write, then it becomes the latest in one move, or leaves no trace."""
+        if self.expert_load is not None:
+            self.expert_load.collect(self.ranks.group)
         partial = self.store.begin(self.step)
         try:
             self.ranks.group.call("save", directory=partial)

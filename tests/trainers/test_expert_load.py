@@ -65,7 +65,6 @@ def test_ranks_add_up_to_metrics_and_reports(tmp_path):
     assert values["rollout/moe/ep_rank_load/worst_layer"] == 2.0  # experts 0 and 1 are both of rank 0
     assert values["training/moe/dead_experts/layer_0"] == 3
     assert values["training/moe/rollout_distance/max"] == 0.5
-    state = load.state_dict()
     load.step(group, 2, last=False)
     load.step(group, 3, last=True)
     rows = read_jsonl(tmp_path / "moe.jsonl")
@@ -73,9 +72,22 @@ def test_ranks_add_up_to_metrics_and_reports(tmp_path):
         (s, w) for s in (1, 2, 3) for w in ("rollout", "training")
     ]
     assert rows[0]["counts"] == (one + two).tolist() and rows[0]["gpu_load"] == [12.0, 4.0]
-    resumed = ExpertLoad(ARCH, Topology(world=2, expert=2), tmp_path, every=2)
-    resumed.load_state_dict(state)
-    assert compute(resumed.step(group, 2, last=False))["rollout/moe/drift/max"] == 0.0
+
+
+def test_drift_is_measured_across_a_resumption(tmp_path):
+    """A checkpoint is written after a step's counts are there and before they are reported."""
+
+    def counted(*row: int) -> Group:
+        return Group(Counts(torch.tensor([row, row]), None))
+
+    load, resumed = (ExpertLoad(ARCH, Topology(world=2, expert=2), tmp_path / name, every=2) for name in ("a", "b"))
+    load.step(counted(8, 0, 0, 0), 1, last=False)
+    load.collect(counted(4, 4, 0, 0))
+    resumed.load_state_dict(load.state_dict())
+    load.step(Group(), 2, last=False)
+    last = counted(2, 2, 2, 2)
+    told = compute(load.step(last, 3, last=False)), compute(resumed.step(last, 3, last=False))
+    assert told[0] == told[1] and told[0]["rollout/moe/drift/max"] == 0.5
 
 
 def test_pipeline_stages_hold_their_own_layers():
