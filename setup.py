@@ -11,6 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_dapo/__init__.py"
 BASE = [
     "datasets>=4",
     "gguf>=0.17",
+    "httpx>=0.28",
     "hydra-core>=1.3.2",
     "jaxtyping>=0.3",
     "math-verify>=0.8",
@@ -22,7 +23,7 @@ BASE = [
     "pyarrow>=18",
     "pydantic>=2.11",
     "pyyaml>=6",
-    "ray[default]>=2.50",
+    "ray[default,serve]>=2.55",
     "rich>=14",
     "safetensors>=0.5",
     "tensorboard>=2.19",
