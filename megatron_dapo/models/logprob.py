@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 STATISTICS = ("log_probs", "entropy", "sum_pi_squared")
 _CHUNK_BYTES = 32 << 20  # of float32 copies of logits in hand at a time
 _HEAD_CHUNK_BYTES = 128 << 20  # of logits made from hidden states at a time
+_KEEP_BYTES = 512 << 20  # logits of so many bytes are kept for the backward pass rather than computed again
 
 
 def token_statistics(
@@ -159,15 +160,16 @@ def head_statistics(
     here is this rank's part of a sum over the group (`DeferredHead` prepares both). Give it only the tokens whose
     labels matter: the vocabulary projection of a prompt is then never computed.
     """
-    tokens, size = hidden.shape[0], max(1, _HEAD_CHUNK_BYTES // (4 * weight.shape[0]))
+    row_bytes = hidden.element_size() * weight.shape[0]
 
     def statistics(part: Tensor, matrix: Tensor, label: Tensor) -> tuple[Tensor, ...]:
         found = token_statistics(part @ matrix.t(), label, names, vocab=vocab, temperature=temperature, group=group)
         return tuple(found[name] for name in names)
 
-    if tokens <= size:  # small enough to keep until the backward pass
+    if hidden.shape[0] * row_bytes <= (_KEEP_BYTES if torch.is_grad_enabled() else _HEAD_CHUNK_BYTES):
         values = [statistics(hidden, weight, labels)]
     else:
+        size = max(1, _HEAD_CHUNK_BYTES // row_bytes)
         parts = zip(hidden.split(size), labels.split(size), strict=True)
         values = [
             checkpoint(statistics, part, weight, label, use_reentrant=False, preserve_rng_state=False)

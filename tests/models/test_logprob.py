@@ -65,6 +65,7 @@ def test_bfloat16_logits_are_not_rounded_again():
 def test_from_hidden_states(monkeypatch, head_bytes):
     """Kept or computed again, whole or in parts: the same values and gradients as from logits."""
     monkeypatch.setattr(logprob, "_HEAD_CHUNK_BYTES", head_bytes)
+    monkeypatch.setattr(logprob, "_KEEP_BYTES", head_bytes)
     torch.manual_seed(0)
     hidden, weight = torch.randn(23, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
     labels, factor = torch.randint(0, 37, (23,)), torch.randn(3, 23)
