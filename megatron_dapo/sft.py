@@ -32,7 +32,8 @@ def sft(config: Config) -> None:
         return
     directory = Path(config.trainer.default_local_dir)
     config.save(directory)
-    ranks = Ranks(bringup.worker_group(worker, control), Dispatcher(topology, config.actor.max_tokens_per_micro_batch))
+    dispatcher = Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch)
+    ranks = Ranks(bringup.worker_group(worker, control), dispatcher)
     trackers = Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json"))
     fit_sft(SftRun(config, ranks, rows, trackers, directory / "hf", stop))
     ranks.group.close()

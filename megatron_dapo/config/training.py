@@ -95,7 +95,7 @@ class ActorConfig(Section):
     """Passes over a training batch."""
     shuffle: bool = False
     """Shuffle a training batch before it is cut into mini-batches."""
-    data_loader_seed: Int = 42
+    data_loader_seed: NonNegativeInt = 42
     """Seed of that shuffle."""
     max_tokens_per_micro_batch: Count = 16384
     """Packed tokens (prompt + response) in one micro-batch of one data-parallel rank, a hard bound."""
@@ -146,6 +146,7 @@ class CriticConfig(Section):
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
+    offload: OffloadConfig = OffloadConfig()
 
 
 class RefConfig(Section):

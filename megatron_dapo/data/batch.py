@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from megatron_dapo.data.errors import DataError
@@ -16,6 +17,7 @@ def to_batch(groups: Sequence[Group], pad_id: int) -> TensorDict:
     Fields: uid, sample, prompt_length, response_length int64 [b]; prompts int64 [b p] (padded left); responses int64
     [b t] (padded right); response_mask bool [b t] (False on padding and on tool tokens); rollout_log_probs and
     token_level_scores float32 [b t] (the shaped reward sits on the last response token); finish_length bool [b].
+    Where every trajectory has its routed experts: rollout_routing, per row a tensor [prompt + response - 1, layers, k].
 
     Raises DataError when there are no rows, or a trajectory has another number of log-probs or mask values than tokens.
     """
@@ -45,7 +47,7 @@ def to_batch(groups: Sequence[Group], pad_id: int) -> TensorDict:
             mask[row, :length] = torch.tensor(response_mask, dtype=torch.bool)
             log_probs[row, :length] = torch.tensor(trajectory.rollout_log_probs)
             scores[row, length - 1] = group.scores[i].reward
-    return TensorDict(
+    batch = TensorDict(
         {
             "uid": torch.tensor([dense for dense, _, _ in rows]),
             "sample": torch.tensor([trajectory.sample for trajectory in trajectories]),
@@ -60,6 +62,20 @@ def to_batch(groups: Sequence[Group], pad_id: int) -> TensorDict:
         },
         batch_size=[len(rows)],
     )
+    routing = [trajectory.routed_experts for trajectory in trajectories if trajectory.routed_experts is not None]
+    if len(routing) == len(rows):
+        batch["rollout_routing"] = ragged([_signed(one) for one in routing])
+    return batch
+
+
+def ragged(of_rows: Sequence[Tensor]) -> NonTensorStack:
+    """A field whose tensors differ in length from row to row; it is indexed like any other."""
+    return NonTensorStack(*[NonTensorData(row) for row in of_rows])
+
+
+def _signed(ids: np.ndarray) -> Tensor:
+    """Expert ids as a tensor; torch hardly computes with uint16, and no model has 32768 experts."""
+    return torch.from_numpy(ids.view(np.int16) if ids.dtype == np.uint16 else ids)
 
 
 def union(batch: TensorDict, new: TensorDict) -> TensorDict:
@@ -71,7 +87,7 @@ def union(batch: TensorDict, new: TensorDict) -> TensorDict:
     for key in new.keys():  # noqa: SIM118 - iterating a TensorDict walks its rows
         if key in present and not _same(batch[key], new[key]):
             raise DataError(f"union: field {key!r} is already in the batch with a different value")
-        merged[key] = new[key]
+        merged.set(key, new.get(key))
     return merged
 
 

@@ -1,4 +1,4 @@
-"""One engine's distributed checkpoint: model, optimizer, schedule and random state, loadable into any other layout."""
+"""One engine's distributed checkpoint: model, optimizer and schedule, loadable into any other layout."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -22,10 +23,22 @@ _CONTENT = {
 }
 
 
-def save_engine(engine: MegatronEngine, directory: Path) -> None:
-    """Collective over all ranks. `directory` must exist and be empty; the caller makes the result visible."""
+def save_engine(engine: MegatronEngine, directory: Path, background: AsyncCallsQueue | None = None) -> None:
+    """Collective over all ranks. `directory` must exist and be empty; the caller makes the result visible.
+
+    With `background` this returns as soon as the state is fixed (copied to the host; on a host, kept by a forked
+    process), and the files are complete once the queue has finalised the call, which is collective too.
+    """
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), _replicas(), False)
-    dist_checkpointing.save(_state(engine, loading=False), str(directory), strategy, content_metadata=_CONTENT)
+    request = dist_checkpointing.save(
+        _state(engine, loading=False),
+        str(directory),
+        strategy,
+        async_sharded_save=background is not None,
+        content_metadata=_CONTENT,
+    )
+    if background is not None and request is not None:
+        background.schedule_async_request(request)
 
 
 def load_engine(engine: MegatronEngine, directory: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -24,11 +25,14 @@ from megatron_dapo.config.model import ModelConfig, ParallelConfig
 from megatron_dapo.config.training import OptimConfig
 from megatron_dapo.engine.optimizer import build_optimizer, build_scheduler
 from megatron_dapo.engine.packed import PackedMicroBatch, pack_rows, unpack, whole_context
+from megatron_dapo.engine.router_losses import padding_mask, take_router_losses
+from megatron_dapo.engine.routing import LocalChoice, Routers, RowRouting, expert_counts, to_rows
 from megatron_dapo.metrics import Metrics, reduce
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.build import build_model
+from megatron_dapo.models.heads import head_weight
 from megatron_dapo.models.load import load_hf
-from megatron_dapo.models.logprob import token_statistics
+from megatron_dapo.models.logprob import head_statistics
 from megatron_dapo.models.megatron_config import transformer_config
 from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.topology import Topology
@@ -45,6 +49,14 @@ class Trainable:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the routers of this rank chose in one pass over micro-batches, local token by local token."""
+
+    micro_batches: list[PackedMicroBatch]
+    choices: list[LocalChoice]
 
 
 @dataclass(frozen=True)
@@ -74,9 +86,11 @@ class MegatronEngine:
     ):
         self.arch, self.temperature, self.value_head = arch, temperature, value_head
         self.config = transformer_config(arch, model, parallel)
-        self.chunks: list[GPTModel] = build_model(arch, self.config, value_head=value_head)
+        self.chunks: list[GPTModel] = build_model(arch, self.config, value_head=value_head, deferred_head=True)
         if hf_dir is not None:
             load_hf(self.chunks, arch, topology, hf_dir, value_head=value_head)
+        self.routers = Routers(self.chunks, arch)
+        self.recorded: Recording | None = None
         self.wrapped: list[torch.nn.Module] = list(self.chunks)
         self.training = None if optim is None else self._make_trainable(optim, total_steps)
 
@@ -112,28 +126,60 @@ class MegatronEngine:
         return float(self.trainable.optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[TensorDict], outputs: Sequence[str]) -> list[TokenOutputs]:
-        """Per micro-batch, in order, the named outputs of each response token; empty unless on the last stage."""
+    def forward(
+        self, micro_batches: Sequence[TensorDict], outputs: Sequence[str], record: bool = False
+    ) -> list[TokenOutputs]:
+        """Per micro-batch, in order, the named outputs of each response token; empty unless on the last stage.
+
+        With `record` the routing of this pass can be asked for afterwards (`expert_counts`, `row_routing`).
+        """
 
         def keep(output: Tensor, batch: PackedMicroBatch) -> tuple[Tensor, TokenOutputs]:
             tokens = self._token_outputs(output, batch, outputs)
             return torch.zeros((), device=output.device), {name: value.cpu() for name, value in tokens.items()}
 
-        return self._run(micro_batches, keep, forward_only=True)
+        return self._run(micro_batches, keep, forward_only=True, record=record)
+
+    def expert_counts(self) -> Int[Tensor, "layers experts"]:
+        """How often this rank's tokens chose each expert in the last recorded pass; summed over all ranks, the total.
+
+        Layers are the MoE layers of the whole model, in order; those of other pipeline stages are zero here.
+        """
+        mixture, found = self.arch.mixture, self._recording()
+        assert mixture is not None
+        layers = len(self.routers.moe_layers)
+        return expert_counts(found.choices, found.micro_batches, layers, mixture.experts)
+
+    def row_routing(self) -> list[RowRouting]:
+        """Per micro-batch of the last recorded pass, all tokens' experts in this stage's layers. Collective."""
+        found, mixture = self._recording(), self.arch.mixture
+        dtype = torch.uint8 if mixture is None or mixture.experts <= 256 else torch.int16
+        return [to_rows(choice, batch, dtype) for choice, batch in zip(found.choices, found.micro_batches, strict=True)]
+
+    def _recording(self) -> Recording:
+        if self.recorded is None:
+            raise RuntimeError("no pass with record=True has been made")
+        return self.recorded
 
     @torch.no_grad()
     def logits(self, rows: TensorDict) -> Tensor | None:
         """This rank's vocabulary share of the logits `[t, v/tp]` of the packed rows; None unless on the last stage."""
 
         def keep(output: Tensor, batch: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-            whole = whole_context(output[0].float(), batch, mpu.get_context_parallel_group())
+            logits = (output[0] @ head_weight(self.chunks[-1]).t()).float()
+            whole = whole_context(logits, batch, mpu.get_context_parallel_group())
             return torch.zeros((), device=output.device), whole.cpu()
 
         results = self._run([rows], keep, forward_only=True)
         return results[0] if results else None
 
-    def train_step(self, micro_batches: Sequence[TensorDict], loss: LossFunction, outputs: Sequence[str]) -> StepResult:
-        """One optimizer step over this rank's share of a mini-batch. `loss` returns its share of the global loss."""
+    def train_step(
+        self, micro_batches: Sequence[TensorDict], loss: LossFunction, outputs: Sequence[str], record: bool = False
+    ) -> StepResult:
+        """One optimizer step over this rank's share of a mini-batch. `loss` returns its share of the global loss.
+
+        `record` as in `forward`; a recomputation in the backward pass is not recorded again.
+        """
         optimizer = self.trainable.optimizer
         for chunk in self.trainable.chunks:
             chunk.zero_grad_buffer()
@@ -145,26 +191,39 @@ class MegatronEngine:
             value, metrics = loss(self._token_outputs(output, batch, outputs), batch.rows)
             return value * scale, metrics
 
-        metrics = self._run(micro_batches, scaled, forward_only=False)
+        metrics = self._run(micro_batches, scaled, forward_only=False, record=record)
         _, grad_norm, _ = optimizer.step()
-        return StepResult(reduce(metrics), float(grad_norm), self.lr)
+        role = "critic" if self.value_head else "actor"
+        routers = take_router_losses(self.config, len(micro_batches), role)
+        return StepResult(reduce(metrics) | routers, float(grad_norm), self.lr)
 
-    def _run(self, micro_batches: Sequence[TensorDict], result: Result, forward_only: bool) -> list:
+    def _run(
+        self, micro_batches: Sequence[TensorDict], result: Result, forward_only: bool, record: bool = False
+    ) -> list:
         """All micro-batches through Megatron's schedule; what `result` gave for each, on the last pipeline stage."""
         packed = [self._pack(rows) for rows in micro_batches]
+        choices: list[LocalChoice] = [{} for _ in packed]
         for chunk in self.wrapped:
             chunk.train(not forward_only)
 
         def forward_step(
-            iterator: Iterator[PackedMicroBatch], model: torch.nn.Module
+            iterator: Iterator[tuple[int, PackedMicroBatch]], model: torch.nn.Module
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]:
-            batch = next(iterator)
-            output = model(batch.tokens, batch.positions, None, packed_seq_params=_packed_seq_params(batch))
+            index, batch = next(iterator)
+            chunk = next(number for number, one in enumerate(self.wrapped) if one is model)
+            with self.routers.forward(chunk, batch, choices[index] if record else None):
+                output = model(
+                    batch.tokens,
+                    batch.positions,
+                    None,
+                    packed_seq_params=_packed_seq_params(batch),
+                    padding_mask=padding_mask(batch, self.config, self.chunks[chunk].pre_process),
+                )
             return output, lambda tensor: result(tensor, batch)
 
-        iterators = [iter(packed) for _ in self.wrapped]
+        iterators = [iter(list(enumerate(packed))) for _ in self.wrapped]
         single = len(self.wrapped) == 1
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators[0] if single else iterators,
             model=self.wrapped[0] if single else self.wrapped,
@@ -173,29 +232,40 @@ class MegatronEngine:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        self.routers.clear()
+        self.recorded = Recording(packed, choices) if record else None
+        return results
 
     def _pack(self, rows: TensorDict) -> PackedMicroBatch:
-        return pack_rows(
-            rows.to(capabilities().device),
+        packed = pack_rows(
+            rows,
             context_parallel=self.config.context_parallel_size,
             context_rank=mpu.get_context_parallel_rank(),
             tensor_parallel=self.config.tensor_model_parallel_size,
         )
+        return packed.to(capabilities().device)
 
     def _token_outputs(self, output: Tensor, batch: PackedMicroBatch, names: Sequence[str]) -> TokenOutputs:
-        """The last stage's output [1, t, v/tp] (critic: [1, t, 1]) as per-response-token values."""
+        """The last stage's hidden states [1, t, h] (critic: values [1, t, 1]) as per-response-token values.
+
+        Only the positions that predict a response token meet the vocabulary.
+        """
         group = mpu.get_context_parallel_group()
         if self.value_head:
             return {"values": unpack(output[0, :, 0].float(), batch, group)}
-        flat = token_statistics(
-            output[0],
-            batch.labels[0],
+        chosen = head_statistics(
+            output[0].index_select(0, batch.predicting),
+            head_weight(self.chunks[-1]),
+            batch.labels[0].index_select(0, batch.predicting),
             names,
             temperature=self.temperature,
             vocab=self.arch.vocab,
             group=mpu.get_tensor_model_parallel_group(),
         )
-        return {name: unpack(value, batch, group) for name, value in flat.items()}
+        nothing = output.new_zeros(output.shape[1], dtype=torch.float32)
+        return {
+            name: unpack(nothing.index_copy(0, batch.predicting, value), batch, group) for name, value in chosen.items()
+        }
 
 
 def _packed_seq_params(batch: PackedMicroBatch) -> PackedSeqParams:

@@ -4,7 +4,7 @@ A row is a prompt (left-padded) and a response (right-padded). Packed, position 
 log-probability of response token j sits at position prompt_length - 1 + j of its sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -26,10 +26,20 @@ class PackedMicroBatch:
     labels: Int[Tensor, "1 t_cp"]
     cu_seqlens: Int[Tensor, "n_plus_1"]
     max_seqlen: int
+    predicting: Int[Tensor, "k"]  # those of the t_cp positions whose label is a response token
     gather: Int[Tensor, "b r"]  # position among all t of the label of each response token
     valid: Bool[Tensor, "b r"]
     restore: Int[Tensor, "t"] | None  # natural position -> place after the context-parallel all-gather
+    real: Bool[Tensor, "t_cp"]  # False on what only fills a sequence up to its alignment
+    routing: Int[Tensor, "t_cp layers k"] | None  # experts to replay
     rows: TensorDict
+
+    def to(self, device: torch.device) -> "PackedMicroBatch":
+        """The same on another device."""
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | TensorDict)
+        }
+        return replace(self, **moved)
 
 
 def sequence_multiple(context_parallel: int) -> int:
@@ -44,7 +54,12 @@ def _packed_length(lengths: Int[Tensor, "b"], multiple: int) -> Int[Tensor, "b"]
 def pack_rows(
     rows: TensorDict, *, context_parallel: int = 1, context_rank: int = 0, tensor_parallel: int = 1
 ) -> PackedMicroBatch:
-    """Packs `prompts [b, P]` and `responses [b, R]`; the last sequence absorbs the alignment padding."""
+    """Packs `prompts [b, P]` and `responses [b, R]`; the last sequence absorbs the alignment padding.
+
+    `routed_experts [b, s, layers, k]`, where the rows have it, holds the choices for a row's first `routed_length`
+    tokens, prompt first. The others (the last token, which a rollout engine never feeds to its model, and padding)
+    repeat the last.
+    """
     prompts, responses = rows["prompts"], rows["responses"]
     prompt_length, response_length = rows["prompt_length"], rows["response_length"]
     width = max(int(response_length.max()), 1)
@@ -65,25 +80,47 @@ def pack_rows(
     tokens[response_position[valid]] = responses[:, :width][valid]
 
     positions = torch.arange(total) - starts.repeat_interleave(room)
+    real = positions < lengths.repeat_interleave(room)
+    routing = None
+    if "routed_experts" in rows:
+        row = torch.arange(len(room)).repeat_interleave(room)
+        routing = rows["routed_experts"][row, positions.minimum(rows["routed_length"].repeat_interleave(room) - 1)]
     labels = torch.cat([tokens[1:], tokens.new_zeros(1)])
     gather = torch.where(valid, response_position - 1, 0)
+    needed = torch.zeros(total, dtype=torch.bool)
+    needed[gather[valid]] = True
     restore = None
     if context_parallel > 1:
         restore = zigzag_index(cu_seqlens, context_parallel)
-        tokens, positions, labels = (
-            zigzag_slice(x, cu_seqlens, context_parallel, context_rank) for x in (tokens, positions, labels)
+        tokens, positions, labels, needed, real = (
+            zigzag_slice(x, cu_seqlens, context_parallel, context_rank)
+            for x in (tokens, positions, labels, needed, real)
         )
+        if routing is not None:
+            routing = zigzag_slice(routing, cu_seqlens, context_parallel, context_rank)
     return PackedMicroBatch(
         tokens=tokens[None],
         positions=positions[None],
         labels=labels[None],
         cu_seqlens=cu_seqlens.to(torch.int32),
         max_seqlen=int(room.max()),
+        predicting=needed.nonzero().flatten(),
         gather=gather,
         valid=valid,
         restore=restore,
+        real=real,
+        routing=routing,
         rows=rows,
     )
+
+
+def row_places(micro_batch: PackedMicroBatch) -> tuple[Int[Tensor, "b s"], Bool[Tensor, "b s"]]:
+    """Position among all t of every token of every row (prompt first), and which of the places hold a token."""
+    rows = micro_batch.rows
+    lengths = rows["prompt_length"] + rows["response_length"]
+    place = torch.arange(int(lengths.max()), device=lengths.device)[None]
+    valid = place < lengths[:, None]
+    return torch.where(valid, micro_batch.cu_seqlens[:-1, None] + place, 0), valid
 
 
 class _GatherContext(torch.autograd.Function):

@@ -1,8 +1,13 @@
 """Build this rank's model chunks: GPTModel with the right spec, heads and marks; the weights come from `load.py`."""
 
+from functools import partial
+
+import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.heads import DeferredHead, ValueHead
@@ -53,6 +58,7 @@ def _chunk(
             model.rotary_pos_emb.inv_freq.device
         )
     mark_experts(model)
+    count_real_tokens(model)
     return model.to(capabilities().device)  # modules that are not Megatron's own begin on the host
 
 
@@ -66,3 +72,19 @@ def mark_experts(model: GPTModel) -> None:
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
+
+
+def count_real_tokens(model: GPTModel) -> None:
+    """Let the expert bias learn from real tokens only.
+
+    Megatron-core (every version to 0.19.2) combines a [tokens, experts] map with a [tokens] mask there and fails.
+    """
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and module.enable_expert_bias:
+            module._apply_expert_bias = partial(_count_tokens, module)
+
+
+def _count_tokens(router: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    if torch.is_grad_enabled():  # neither in evaluation nor in the first of two passes under recomputation
+        real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+        router.local_tokens_per_expert += real.sum(0)

@@ -106,6 +106,8 @@ def _experts(arch: Architecture, mixture: Mixture) -> Settings:
         "moe_router_group_topk": mixture.group_topk if limited else None,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": capabilities().transformer_engine,
+        "moe_enable_routing_replay": True,  # every router can be recorded and replayed (engine/routing.py) ...
+        "moe_router_fusion": False,  # ... which the fused router cannot
     }
 
 
@@ -170,6 +172,7 @@ def _numerics(model: ModelConfig) -> Settings:
         "masked_softmax_fusion": fusions,
         "persist_layer_norm": fusions,
         "apply_rope_fusion": False,
+        "deterministic_mode": capabilities().cuda and torch.are_deterministic_algorithms_enabled(),
     }
 
 
@@ -188,7 +191,6 @@ def _router(arch: Architecture, model: ModelConfig) -> Settings:
         "moe_z_loss_coeff": moe.z_loss_coeff or None,
         "moe_router_enable_expert_bias": arch.mixture.expert_bias,
         "moe_router_bias_update_rate": moe.expert_bias_update_rate,
-        "moe_enable_routing_replay": model.router_replay != "none",
     }
 
 

@@ -80,7 +80,7 @@ def _experts(arch: Architecture, topology: Topology, pack: Pack, recomputed: fro
 def head_bytes(arch: Architecture, topology: Topology, pack: Pack, deferred: bool, training: bool) -> float:
     """The final norm and the vocabulary: logits and, in training, their gradient."""
     columns = -(-arch.vocab // topology.tensor)
-    chunk = 2 * 128 * 2**20 + pack.whole * arch.hidden * pack.item
+    chunk = 2 * (512 if training else 128) * 2**20 + pack.whole * arch.hidden * pack.item
     logits = pack.whole * columns * pack.item * (2 if training else 1) + 3 * 32 * 2**20
     return 2 * pack.input_bytes(arch) + (min(chunk, logits) if deferred else logits)
 

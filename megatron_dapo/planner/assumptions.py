@@ -43,8 +43,8 @@ class Assumptions:
     """One of the two buckets of a weight push."""
     engine_sleeps: float = 1.0
     """1: the rollout engine frees its memory while the trainer works; 0: it keeps its share."""
-    deferred_head: float = 0.0
-    """1: vocabulary logits exist a few tokens at a time; 0: for a whole micro-batch."""
+    deferred_head: float = 1.0
+    """1: vocabulary logits exist a few tokens at a time, as in this engine; 0: for a whole micro-batch."""
 
 
 def assumptions(changes: Mapping[str, float]) -> Assumptions:

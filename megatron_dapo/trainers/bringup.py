@@ -17,17 +17,19 @@ from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.hf_files import HFWeights
 from megatron_dapo.models.tables import hf_shapes
 from megatron_dapo.parallel.capabilities import capabilities
+from megatron_dapo.parallel.determinism import be_deterministic
 from megatron_dapo.parallel.groups import init_distributed
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.rewards import RewardManager
 from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.runtime.group import LocalWorkerGroup, TorchrunWorkerGroup, WorkerGroup, control_group
-from megatron_dapo.trainers.checkpoints import CheckpointStore, step_of
+from megatron_dapo.trainers.checkpoints import CheckpointStore, step_of, verify
 from megatron_dapo.trainers.dispatch import Dispatcher
 from megatron_dapo.trainers.dump import RolloutDump
 from megatron_dapo.trainers.expert_load import ExpertLoad
 from megatron_dapo.trainers.generation import Generator, rollout_hosts, training_sampling, validation_sampling
 from megatron_dapo.trainers.run import Run
+from megatron_dapo.trainers.saving import Saver
 from megatron_dapo.trainers.stages import Ranks
 
 
@@ -78,6 +80,8 @@ def checked_architecture(config: Config) -> Architecture:
 
 def join_world(config: Config, topology: Topology) -> dist.ProcessGroup | None:
     """Process groups of this rank; the control group where there are other ranks."""
+    if config.trainer.full_determinism:
+        be_deterministic()
     init_distributed(topology, config.trainer.seed)
     return control_group() if topology.world > 1 else None
 
@@ -143,11 +147,14 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
     filters, kl, data = config.algorithm.filter_groups, config.algorithm.kl_ctrl, config.data
     hosts = rollout_hosts(config, topology, gpus=capabilities().cuda)
     arch, every = Architecture.from_dir(config.model.path), config.trainer.log_expert_load_every
+    store = CheckpointStore(directory / "checkpoints", config.trainer.max_ckpt_to_keep)
     return Run(
         config=config,
         arch=arch,
         directory=directory,
-        ranks=Ranks(group, Dispatcher(topology, config.actor.max_tokens_per_micro_batch), hosts),
+        ranks=Ranks(
+            group, Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch), hosts
+        ),
         generate=Generator(group, hosts, config.trainer.seed),
         tokenizer=inputs.tokenizer,
         loader=PromptLoader(inputs.train, seed=data.seed, shuffle=data.shuffle),
@@ -166,7 +173,8 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         trackers=Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json")),
         dump=RolloutDump(config, inputs.tokenizer),
         expert_load=ExpertLoad(arch, topology, directory, every) if arch.mixture is not None and every > 0 else None,
-        store=CheckpointStore(directory / "checkpoints", config.trainer.max_ckpt_to_keep),
+        store=store,
+        saver=Saver(group, store, config.trainer.async_save),
         total_steps=inputs.total_steps,
         sampling=training_sampling(config, stop_ids),
         validation_sampling=validation_sampling(config, stop_ids),
@@ -180,6 +188,10 @@ def resume(run: Run) -> None:
     if trainer.resume_mode == "path":
         directory = Path(trainer.resume_from_path or "")
         step_of(directory)
+        if damage := verify(directory):
+            raise UserError(
+                f"trainer.resume_from_path={str(directory)!r} is damaged ({damage}): give another checkpoint"
+            )
         run.restore(directory)
     elif trainer.resume_mode == "auto" and (step := run.store.latest()) is not None:
         run.restore(run.store.path(step))

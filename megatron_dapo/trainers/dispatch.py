@@ -12,8 +12,10 @@ import torch
 from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_dapo.data.packing import plan_micro_batches
+from megatron_dapo.engine.routing import RowRouting, stack_layers
 from megatron_dapo.parallel.topology import Topology
 
 Plan = list[list[list[int]]]  # [data_parallel][micro_batch][row]
@@ -23,22 +25,39 @@ SEQUENCE_FIELDS = ("prompts", "prompt_length", "responses", "response_length")
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """`max_tokens` bounds the tokens of one micro-batch on one rank; context parallelism shares a sequence."""
+    """`max_tokens` bounds the tokens of one micro-batch on one rank; context parallelism shares a sequence.
+
+    With `balance` data-parallel ranks get rows of equal cost, without it equally many in the order of the batch.
+    """
 
     topology: Topology
     max_tokens: int
+    balance: bool = True
 
     def plan(self, lengths: Int[Tensor, "b"]) -> Plan:
         """Every data-parallel rank gets balanced work in equally many micro-batches, each within the bound."""
         context = self.topology.context
         multiple = 2 * context if context > 1 else 1
         padded = (lengths + multiple - 1) // multiple * multiple
-        return plan_micro_batches(padded.tolist(), self.topology.data, self.max_tokens * context)
+        in_order = [part.tolist() for part in torch.arange(len(padded)).tensor_split(self.topology.data)]
+        return plan_micro_batches(
+            padded.tolist(),
+            self.topology.data,
+            self.max_tokens * context,
+            assigned=None if self.balance else in_order,
+            # the interleaved schedule runs its micro-batches in rounds of one per stage
+            multiple_of=self.topology.pipeline if self.topology.virtual_pipeline else 1,
+        )
 
-    def shares(self, batch: TensorDict, plan: Plan, fields: Sequence[str]) -> list[list[TensorDict]]:
-        """One list of micro-batches per rank, with only the fields that the stage reads."""
-        wanted = batch.select(*SEQUENCE_FIELDS, *fields)
-        by_dp = [[_rows(wanted, rows) for rows in micro_batches] for micro_batches in plan]
+    def shares(
+        self, batch: TensorDict, plan: Plan, fields: Sequence[str], replay: str | None = None
+    ) -> list[list[TensorDict]]:
+        """One list of micro-batches per rank, with only the fields that the stage reads.
+
+        `replay` names the field with the routing, one tensor [n, layers, k] per row, that the routers are to follow.
+        """
+        wanted = batch.select(*SEQUENCE_FIELDS, *fields, *([] if replay is None else [replay]))
+        by_dp = [[_rows(wanted, rows, replay) for rows in micro_batches] for micro_batches in plan]
         return [by_dp[self.topology.coordinate(rank).dp] for rank in range(self.topology.world)]
 
     def collect(self, results: Sequence[Any], plan: Plan, rows: int, width: int) -> dict[str, Tensor]:
@@ -50,6 +69,19 @@ class Dispatcher:
                     _scatter_rows(out, outputs, micro_batch, rows, width)
         return out
 
+    def collect_routing(
+        self, results: Sequence[Sequence[RowRouting]], plan: Plan, lengths: Int[Tensor, "b"]
+    ) -> list[Int[Tensor, "n layers k"]]:
+        """Every row's routing, from the pipeline stages that each hold some of the layers."""
+        rows: list[dict[int, Tensor]] = [{} for _ in lengths]
+        for place in self.topology.coordinates():
+            if place.tp == place.cp == 0:
+                for micro_batch, found in zip(plan[place.dp], results[place.rank], strict=True):
+                    for row, experts in zip(micro_batch, found.experts, strict=bool(micro_batch)):
+                        of_row = experts[: int(lengths[row])].unbind(1)
+                        rows[row].update(zip(found.layers, of_row, strict=True))
+        return [stack_layers(row) for row in rows]
+
     def output_ranks(self) -> list[int]:
         """For each data-parallel coordinate, the rank that holds its outputs."""
         last = self.topology.pipeline - 1
@@ -57,31 +89,37 @@ class Dispatcher:
         return [c.rank for c in sorted(holders, key=lambda c: c.dp)]
 
 
-def _rows(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
+def _rows(batch: TensorDict, rows: Sequence[int], replay: str | None) -> TensorDict:
     """The rows cut to their own longest prompt and response; no rows make a padding micro-batch."""
     if not rows:
-        return _padding(batch)
+        return _padding(batch, replay)
     picked = batch[torch.tensor(rows)]
     prompt, response = int(picked["prompt_length"].max()), max(int(picked["response_length"].max()), 1)
     width = batch["responses"].shape[1]
-    return TensorDict(
-        {
-            name: value[:, value.shape[1] - prompt :]
-            if name == "prompts"
-            else (value[:, :response] if value.dim() == 2 and value.shape[1] == width else value)
-            for name, value in picked.items()
-        },
-        batch_size=[len(rows)],
-    )
+    cut = {
+        name: value[:, value.shape[1] - prompt :]
+        if name == "prompts"
+        else (value[:, :response] if value.dim() == 2 and value.shape[1] == width else value)
+        for name, value in picked.items()
+        if isinstance(value, Tensor)
+    }
+    return TensorDict(cut | ({} if replay is None else _routing(list(picked[replay]))), batch_size=[len(rows)])
 
 
-def _padding(batch: TensorDict) -> TensorDict:
+def _routing(of_rows: Sequence[Int[Tensor, "n layers k"]]) -> dict[str, Tensor]:
+    """Ragged to padded: what `engine.packed.pack_rows` reads."""
+    length = torch.tensor([len(row) for row in of_rows])
+    return {"routed_experts": pad_sequence(list(of_rows), batch_first=True), "routed_length": length}
+
+
+def _padding(batch: TensorDict, replay: str | None) -> TensorDict:
     """One sequence of a prompt token and a response token that no loss counts: it keeps collectives in step."""
-    one = {name: value[:1] if value.dim() == 1 else value[:1, :1] for name, value in batch.items()}
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    one = {name: value[:1] if value.dim() == 1 else value[:1, :1] for name, value in tensors.items()}
     padding = TensorDict({name: torch.zeros_like(value) for name, value in one.items()}, batch_size=[1])
     padding["prompt_length"] = torch.ones(1, dtype=torch.long)
     padding["response_length"] = torch.ones(1, dtype=torch.long)
-    return padding
+    return padding if replay is None else padding.update(_routing([batch[replay][0][:1]]))
 
 
 def _scatter_rows(

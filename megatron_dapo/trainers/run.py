@@ -11,7 +11,6 @@ from megatron_dapo.algorithms import DynamicSampler
 from megatron_dapo.algorithms.kl import FixedKLController
 from megatron_dapo.config import Config
 from megatron_dapo.data.dataset import PromptDataset, PromptLoader
-from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import Timer, Trackers
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.rewards import RewardManager
@@ -21,9 +20,8 @@ from megatron_dapo.trainers.checkpoints import CheckpointStore
 from megatron_dapo.trainers.dump import RolloutDump
 from megatron_dapo.trainers.expert_load import ExpertLoad
 from megatron_dapo.trainers.generation import Generator
+from megatron_dapo.trainers.saving import TRAINER_STATE, Saver
 from megatron_dapo.trainers.stages import Ranks
-
-TRAINER_STATE = "trainer_state.pt"
 
 
 class Part(Protocol):
@@ -55,6 +53,7 @@ class Run:
     dump: RolloutDump
     expert_load: ExpertLoad | None  # None: a dense model, or not wanted
     store: CheckpointStore
+    saver: Saver
     total_steps: int
     sampling: Sampling
     validation_sampling: Sampling
@@ -86,26 +85,11 @@ class Run:
         if self.expert_load is not None and state.get("expert_load"):
             self.expert_load.load_state_dict(state["expert_load"])
 
-    def save(self) -> Path:
-        """A checkpoint of this step: all ranks write, then it becomes the latest in one move, or leaves no trace."""
+    def save(self) -> None:
+        """A checkpoint of this step; with `trainer.async_save` it is complete some steps later."""
         if self.expert_load is not None:
             self.expert_load.collect(self.ranks.group)
-        partial = self.store.begin(self.step)
-        try:
-            self.ranks.group.call("save", directory=partial)
-            for part in self.parts:
-                part.save(partial)
-            torch.save(self.state_dict(), partial / TRAINER_STATE)
-            return self.store.commit(self.step)
-        except OSError as error:
-            self.store.abandon(self.step)
-            raise UserError(
-                f"checkpoint {partial} could not be written: {error.strerror}. Free space or set "
-                "trainer.max_ckpt_to_keep; earlier checkpoints are untouched and the run continues from the latest"
-            ) from error
-        except BaseException:
-            self.store.abandon(self.step)
-            raise
+        self.saver.save(self.step, self.state_dict(), [part.save for part in self.parts])
 
     def restore(self, directory: Path) -> None:
         """Continues from a checkpoint of any layout."""
@@ -115,7 +99,8 @@ class Run:
             part.restore(directory, self.step + 1)
 
     def close(self) -> None:
-        """Ends the serving ranks, the verifiers and the trackers."""
+        """Waits for a checkpoint under way, then ends the serving ranks, the verifiers and the trackers."""
+        self.saver.finish()
         for part in self.parts:
             part.close()
         self.ranks.group.close()

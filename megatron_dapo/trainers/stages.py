@@ -4,6 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
@@ -16,8 +18,10 @@ from megatron_dapo.algorithms import (
 from megatron_dapo.algorithms.correction import correct_rollout
 from megatron_dapo.algorithms.kl import FixedKLController
 from megatron_dapo.config import Config
+from megatron_dapo.data.batch import ragged
 from megatron_dapo.engine.engine import StepResult
 from megatron_dapo.engine.losses import Normalizer
+from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import Last, Mean, Metrics, Sum, agreement_metrics, merge, push_metrics, reduce
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.tables import hf_shapes
@@ -49,14 +53,32 @@ class Ranks:
     engines: tuple[PushEngine, ...] = ()  # those that no rank hosts
     route: Route | None = None  # how weights reach all of them
 
-    def infer(self, batch: TensorDict, role: str, outputs: Sequence[str]) -> dict[str, Tensor]:
-        """Per-token outputs `[b, t]` of a role for every row."""
+    def infer(
+        self, batch: TensorDict, role: str, outputs: Sequence[str], *, replay: str | None = None, record: bool = False
+    ) -> dict[str, Tensor]:
+        """Per-token outputs `[b, t]` of a role for every row.
+
+        `replay` names the field with the routing to follow; with `record`, `routing` can be asked for afterwards.
+        """
         plan = self.dispatcher.plan(sequence_lengths(batch))
-        results = self.group.call("infer", self.dispatcher.shares(batch, plan, ()), role=role, outputs=tuple(outputs))
+        shares = self.dispatcher.shares(batch, plan, (), replay)
+        results = self.group.call("infer", shares, role=role, outputs=tuple(outputs), record=record)
         return self.dispatcher.collect(results, plan, len(batch), batch["responses"].shape[1])
 
+    def routing(self, batch: TensorDict, role: str) -> list[Int[Tensor, "n layers k"]]:
+        """The experts of every row's tokens, prompt first, in the pass that `infer` has just recorded."""
+        lengths = sequence_lengths(batch)
+        results = self.group.call("row_routing", role=role)
+        return self.dispatcher.collect_routing(results, self.dispatcher.plan(lengths), lengths)
+
     def update(
-        self, method: str, batch: TensorDict, mini_batches: Sequence[MiniBatchRows], fields: Sequence[str], step: int
+        self,
+        method: str,
+        batch: TensorDict,
+        mini_batches: Sequence[MiniBatchRows],
+        fields: Sequence[str],
+        step: int,
+        replay: str | None = None,
     ) -> Metrics:
         """One optimizer step per mini-batch; losses averaged over mini-batches, everything else by its own kind."""
         present = [name for name in fields if name in batch]
@@ -64,7 +86,7 @@ class Ranks:
         for mini_batch in mini_batches:
             rows = batch[mini_batch.rows]
             plan = self.dispatcher.plan(sequence_lengths(rows))
-            for rank, micro_batches in enumerate(self.dispatcher.shares(rows, plan, present)):
+            for rank, micro_batches in enumerate(self.dispatcher.shares(rows, plan, present, replay)):
                 shares[rank].append(MiniBatch(micro_batches, mini_batch.normalizer))
         results = self.group.call(method, shares, step=step)
         return _merge_updates([results[rank] for rank in self.dispatcher.output_ranks()])
@@ -78,20 +100,39 @@ def sequence_lengths(batch: TensorDict) -> Int[Tensor, "b"]:
 def old_log_prob(ranks: Ranks, config: Config, batch: TensorDict) -> tuple[TensorDict, Metrics]:
     """`old_log_probs` (and `entropy`, `sum_pi_squared`) of the weights that the update starts from.
 
-    In bypass mode the rollout engine's log-probabilities are the old ones and no forward pass is made.
+    In bypass mode the rollout engine's log-probabilities are the old ones and no forward pass is made. Under router
+    replay R2 the routing of this pass is added as `old_routing`; under R3 the pass follows the rollout engine's.
     """
     if config.algorithm.rollout_correction.bypass_mode:
         return _fields(batch, old_log_probs=batch["rollout_log_probs"]), {}
     names = ["log_probs"]
     names += ["entropy"] if config.actor.calculate_entropy else []
     names += ["sum_pi_squared"] if config.actor.calculate_sum_pi_squared else []
-    outputs = ranks.infer(batch, ACTOR, names)
+    mode = config.model.router_replay
+    outputs = ranks.infer(
+        batch, ACTOR, names, replay=replayed(config, batch) if mode == "R3" else None, record=mode == "R2"
+    )
     outputs["old_log_probs"] = outputs.pop("log_probs")
     metrics = agreement_metrics(outputs["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
     if "entropy" in outputs:
         tokens = batch["response_mask"].sum()
         metrics["actor/entropy"] = Mean((outputs["entropy"] * batch["response_mask"]).sum(), tokens)
-    return _fields(batch, **outputs), metrics
+    added = _fields(batch, **outputs)
+    if mode == "R2":
+        added["old_routing"] = ragged(ranks.routing(batch, ACTOR))
+    return added, metrics
+
+
+def replayed(config: Config, batch: TensorDict) -> str | None:
+    """The field with the routing that the update follows: none, the old-log-prob pass's, the rollout engine's."""
+    field = {"none": None, "R2": "old_routing", "R3": "rollout_routing"}[config.model.router_replay]
+    if field is not None and field not in batch:
+        raise UserError(
+            "model.router_replay=R3: the rollout engine returned some trajectories without their routed experts (it "
+            "forgets them when it preempts a request): raise rollout.kv_cache_gb or lower rollout.max_num_seqs, or "
+            "set model.router_replay=R2"
+        )
+    return field
 
 
 def reference_log_prob(ranks: Ranks, batch: TensorDict) -> TensorDict:
@@ -99,9 +140,15 @@ def reference_log_prob(ranks: Ranks, batch: TensorDict) -> TensorDict:
     return _fields(batch, ref_log_prob=ranks.infer(batch, REFERENCE, ["log_probs"])["log_probs"])
 
 
-def critic_values(ranks: Ranks, batch: TensorDict) -> TensorDict:
+def critic_values(ranks: Ranks, config: Config, batch: TensorDict) -> TensorDict:
     """`values` before the critic's update."""
-    return _fields(batch, values=ranks.infer(batch, CRITIC, ["values"])["values"])
+    return _fields(batch, values=_of_critic(ranks, config).infer(batch, CRITIC, ["values"])["values"])
+
+
+def _of_critic(ranks: Ranks, config: Config) -> Ranks:
+    """The same ranks with the critic's micro-batches."""
+    tokens = config.critic.max_tokens_per_micro_batch
+    return ranks if tokens is None else replace(ranks, dispatcher=replace(ranks.dispatcher, max_tokens=tokens))
 
 
 def rewards_after_kl(config: Config, batch: TensorDict, coef: float) -> tuple[Float[Tensor, "b t"], dict[str, float]]:
@@ -172,12 +219,20 @@ _ESTIMATOR_INPUTS = {
 def update_actor(ranks: Ranks, config: Config, batch: TensorDict, step: int) -> Metrics:
     """`ppo_epochs` passes over the batch in mini-batches of whole groups."""
     actor = config.actor
-    mini_batches = split_mini_batches(
-        batch, actor.ppo_mini_batch_size, actor.loss_agg_mode, config.derived.loss_scale_factor
-    )
     bypass = config.algorithm.rollout_correction.bypass_mode  # no old-log-prob pass has compared the two engines yet
     fields = (*ACTOR_FIELDS, "rollout_log_probs") if bypass else ACTOR_FIELDS
-    return ranks.update("update_actor", batch, mini_batches * actor.ppo_epochs, fields, step)
+    mini_batches = [
+        mini_batch
+        for epoch in range(actor.ppo_epochs)
+        for mini_batch in split_mini_batches(
+            batch,
+            actor.ppo_mini_batch_size,
+            actor.loss_agg_mode,
+            config.derived.loss_scale_factor,
+            seed=(actor.data_loader_seed, step, epoch) if actor.shuffle else None,
+        )
+    ]
+    return ranks.update("update_actor", batch, mini_batches, fields, step, replayed(config, batch))
 
 
 def update_critic(ranks: Ranks, config: Config, batch: TensorDict, step: int) -> Metrics:
@@ -186,13 +241,22 @@ def update_critic(ranks: Ranks, config: Config, batch: TensorDict, step: int) ->
     mini_batches = split_mini_batches(
         batch, config.derived.critic_mini_batch_size, critic.loss_agg_mode, config.derived.loss_scale_factor
     )
-    return ranks.update("update_critic", batch, mini_batches * critic.ppo_epochs, CRITIC_FIELDS, step)
+    return _of_critic(ranks, config).update(
+        "update_critic", batch, mini_batches * critic.ppo_epochs, CRITIC_FIELDS, step
+    )
 
 
-def split_mini_batches(batch: TensorDict, groups: int, mode: str, horizon: float) -> list[MiniBatchRows]:
-    """`groups` prompts per optimizer step, in order, each with the global counts that its loss is divided by."""
-    number = batch["uid"] // groups
-    parts = [(number == index).nonzero().flatten() for index in range(int(number.max()) + 1)]
+def split_mini_batches(
+    batch: TensorDict, groups: int, mode: str, horizon: float, seed: tuple[int, ...] | None = None
+) -> list[MiniBatchRows]:
+    """`groups` prompts per optimizer step, each with the global counts that its loss is divided by.
+
+    In the order of the batch, or, with a `seed`, in an order drawn from it.
+    """
+    place, count = batch["uid"], int(batch["uid"].max()) + 1
+    if seed is not None:
+        place = torch.from_numpy(np.random.default_rng(seed).permutation(count))[place]
+    parts = [(place // groups == index).nonzero().flatten() for index in range(-(-count // groups))]
     return [MiniBatchRows(rows, _normalizer(batch[rows], mode, horizon)) for rows in parts]
 
 

@@ -31,6 +31,7 @@ def fit(run: Run, rollouts: Rollouts) -> None:
             groups, metrics = step(run, rollouts, run.step + 1)
             run.step += 1
             metrics = merge(metrics, push_weights(run, rollouts))
+            run.saver.poll()
             if is_due(run, config.test_freq):
                 metrics = merge(metrics, validate(run))
             if is_due(run, config.save_freq):
@@ -38,6 +39,7 @@ def fit(run: Run, rollouts: Rollouts) -> None:
                     run.save()
         metrics = merge(metrics, rollouts.metrics(timer.seconds["step"], timer.seconds["gen"]))
         report.step(run, groups, metrics)
+    run.saver.finish()
     if run.stop and run.step not in run.store.steps():
         run.save()
 

@@ -28,12 +28,14 @@ def fit(run: Run) -> None:
                 metrics = merge(metrics, train_on(run, groups, run.step + 1))
             run.step += 1
             metrics = merge(metrics, push_weights(run))
+            run.saver.poll()
             if is_due(run, config.trainer.test_freq):
                 metrics = merge(metrics, validate(run))
             if is_due(run, config.trainer.save_freq):
                 with timer.stage("save_checkpoint"):
                     run.save()
         report.step(run, groups, metrics)
+    run.saver.finish()
     if run.stop and run.step not in run.store.steps():
         run.save()
 
@@ -87,7 +89,7 @@ def train_on(run: Run, groups: list[Group], step: int) -> Metrics:
             batch = union(batch, stages.reference_log_prob(ranks, batch))
     if config.derived.critic_enabled:
         with timer.stage("values"):
-            batch = union(batch, stages.critic_values(ranks, batch))
+            batch = union(batch, stages.critic_values(ranks, config, batch))
     with timer.stage("adv"):
         components = component_rewards(groups, config.algorithm.gdpo_reward_keys)
         batch, adv_metrics = stages.advantages(config, batch, run.kl, components)

@@ -5,20 +5,25 @@ The driver calls these methods on all ranks at once through a worker group; argu
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from tensordict import TensorDict
 from torch import Tensor
 
 from megatron_dapo.algorithms import PolicyLossConfig
 from megatron_dapo.algorithms.correction import RolloutCorrectionConfig
 from megatron_dapo.config import Config
-from megatron_dapo.config.training import OptimConfig
+from megatron_dapo.config.training import OffloadConfig, OptimConfig
 from megatron_dapo.engine.checkpoint import load_engine, save_engine
 from megatron_dapo.engine.engine import MegatronEngine, StepResult
 from megatron_dapo.engine.losses import Normalizer, actor_loss, critic_loss, supervised_loss
+from megatron_dapo.engine.offload import Offload
+from megatron_dapo.engine.random_state import load_random_state, save_random_state
+from megatron_dapo.engine.routing import RowRouting
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.export import export_hf
 from megatron_dapo.models.storage import storages
@@ -60,27 +65,38 @@ class SupervisedWorker:
                 total_steps=total_steps,
             )
         }
+        self.offloads = {ACTOR: Offload(self.engines[ACTOR], config.actor.offload)}
 
-    def infer(self, micro_batches: list[TensorDict], *, role: str, outputs: Sequence[str]) -> list[dict[str, Tensor]]:
-        """Named per-token outputs of a role for every micro-batch, in order."""
-        return self.engines[role].forward(micro_batches, outputs)
+    def infer(
+        self, micro_batches: list[TensorDict], *, role: str, outputs: Sequence[str], record: bool = False
+    ) -> list[dict[str, Tensor]]:
+        """Named per-token outputs of a role for every micro-batch, in order. `record`: see `row_routing`."""
+        with self.offloads[role].present():
+            return self.engines[role].forward(micro_batches, outputs, record)
+
+    def row_routing(self, *, role: str) -> list[RowRouting]:
+        """Experts of every token in the pass that was recorded last, for this rank's pipeline stage."""
+        return self.engines[role].row_routing()
 
     def update_supervised(self, mini_batches: list[MiniBatch], *, step: int) -> list[StepResult]:
         """Optimizer steps on the negative log-likelihood."""
         engine = self.engines[ACTOR]
         engine.set_step(step)
-        return [
-            engine.train_step(batch.micro_batches, supervised_loss(batch.normalizer), ["log_probs"])
-            for batch in mini_batches
-        ]
+        with self.offloads[ACTOR].present(training=True):
+            return [
+                engine.train_step(batch.micro_batches, supervised_loss(batch.normalizer), ["log_probs"])
+                for batch in mini_batches
+            ]
 
     def export(self, *, directory: Path, source: Path) -> None:
         """The actor in Hugging Face format; tokenizer and configuration come from `source`."""
-        export_hf(self.engines[ACTOR].chunks, self.arch, self.topology, directory, source_dir=source)
+        with self.offloads[ACTOR].present():
+            export_hf(self.engines[ACTOR].chunks, self.arch, self.topology, directory, source_dir=source)
 
     def logits(self, *, rows: TensorDict) -> Tensor | None:
         """This rank's share of the actor's logits, see `MegatronEngine.logits`."""
-        return self.engines[ACTOR].logits(rows)
+        with self.offloads[ACTOR].present():
+            return self.engines[ACTOR].logits(rows)
 
 
 class Worker(SupervisedWorker):
@@ -91,6 +107,8 @@ class Worker(SupervisedWorker):
         self.sender: Sender | None = None
         self.route: Route | None = None
         self._storages: dict[str, Tensor] = {}
+        self._writes = AsyncCallsQueue()
+        self._pushing = ExitStack()  # keeps the actor on the device from a push's first part to its last
         counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
         replays = config.model.router_replay == "R3"
         self.expert_load = RankLoad(arch, keep_routing=replays) if counted else None
@@ -98,6 +116,7 @@ class Worker(SupervisedWorker):
             config, topology, rank, routed_experts=counted or replays
         )  # its process loads while Megatron is being built
         self.engines = build_engines(config, arch, topology, total_steps)
+        self.offloads = {role: Offload(engine, offload_of(config, role)) for role, engine in self.engines.items()}
 
     def update_actor(self, mini_batches: list[MiniBatch], *, step: int) -> list[StepResult]:
         """One optimizer step per mini-batch, all at the learning rate of trainer step `step`."""
@@ -106,23 +125,25 @@ class Worker(SupervisedWorker):
         reported = actor.calculate_entropy and self.config.algorithm.rollout_correction.bypass_mode
         entropy = ["entropy"] if actor.entropy_coeff or reported else []
         loss_config = policy_loss_config(self.config)
-        return [
-            engine.train_step(
-                batch.micro_batches,
-                actor_loss(actor, loss_config, batch.normalizer, fresh=index == 0),
-                ["log_probs", *entropy],
-            )
-            for index, batch in enumerate(mini_batches)
-        ]
+        results, counts = [], self.expert_load
+        with self.offloads[ACTOR].present(training=True):
+            for index, batch in enumerate(mini_batches):
+                loss = actor_loss(actor, loss_config, batch.normalizer, fresh=index == 0)
+                outputs = ["log_probs", *entropy]
+                results.append(engine.train_step(batch.micro_batches, loss, outputs, record=counts is not None))
+                if counts is not None:
+                    counts.trained(engine.expert_counts())
+        return results
 
     def update_critic(self, mini_batches: list[MiniBatch], *, step: int) -> list[StepResult]:
         """As `update_actor`, for the value model."""
         engine = self.engines[CRITIC]
         engine.set_step(step)
-        return [
-            engine.train_step(batch.micro_batches, critic_loss(self.config.critic, batch.normalizer), ["values"])
-            for batch in mini_batches
-        ]
+        with self.offloads[CRITIC].present(training=True):
+            return [
+                engine.train_step(batch.micro_batches, critic_loss(self.config.critic, batch.normalizer), ["values"])
+                for batch in mini_batches
+            ]
 
     def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
         """Samples on this rank's engine; ranks without one get no requests."""
@@ -154,6 +175,7 @@ class Worker(SupervisedWorker):
     def prepare_push(self) -> list[Any]:
         """This rank's first part of a push, before any engine knows of it."""
         assert self.sender is not None, "connect comes before a push"
+        self._pushing.enter_context(self.offloads[ACTOR].present())
         self._storages = storages(self.engines[ACTOR].chunks)  # where they are now: offloading moves them
         return self.sender.prepare()
 
@@ -163,25 +185,38 @@ class Worker(SupervisedWorker):
         taking = self.route.start(self.rollout, update, version) if self.rollout is not None else None
         sent, reasons = 0, []
         try:
-            sent = self.sender.send()
+            with self._pushing:
+                sent = self.sender.send()
         except TransferError as error:
             reasons.append(str(error))
         failed = taking.exception() if taking is not None else None
         received = received_bytes(taking) if taking is not None and failed is None else 0
         return Pushed(sent, received, tuple(reasons), None if failed is None else str(failed))
 
-    def save(self, *, directory: Path) -> None:
-        """Every trained role's distributed checkpoint, below `directory`."""
+    def save(self, *, directory: Path, background: bool = False) -> None:
+        """Every trained role's distributed checkpoint and this rank's random state, below `directory`.
+
+        With `background` the files are complete only when `saved` says so.
+        """
         for role, engine in self.engines.items():
             if engine.training is not None:
                 (directory / role).mkdir(exist_ok=True)
-                save_engine(engine, directory / role)
+                with self.offloads[role].present(training=True):
+                    save_engine(engine, directory / role, self._writes if background else None)
+        save_random_state(directory, self.topology, self.rank)
+
+    def saved(self, *, wait: bool) -> bool:
+        """Whether every rank's background writes are complete; with `wait`, after they are."""
+        self._writes.maybe_finalize_async_calls(blocking=wait)
+        return self._writes.get_num_unfinalized_calls() == 0
 
     def load(self, *, directory: Path) -> None:
         """The inverse of `save`, from any layout."""
         for role, engine in self.engines.items():
             if engine.training is not None:
-                load_engine(engine, directory / role)
+                with self.offloads[role].present(training=True):
+                    load_engine(engine, directory / role)
+        load_random_state(directory, self.topology, self.rank)
 
     def close(self) -> None:
         """Ends this rank's engine and gives the shared memory back."""
@@ -218,6 +253,16 @@ def build_engines(
     if config.derived.critic_enabled:
         engines[CRITIC] = engine(config.derived.critic_path, config.critic.optim, value_head=True)
     return engines
+
+
+def offload_of(config: Config, role: str) -> OffloadConfig:
+    """What of a role leaves the device while others use it."""
+    offloads = {
+        ACTOR: config.actor.offload,
+        CRITIC: config.critic.offload,
+        REFERENCE: OffloadConfig(param=config.ref.offload_param),
+    }
+    return offloads[role]
 
 
 def policy_loss_config(config: Config) -> PolicyLossConfig:

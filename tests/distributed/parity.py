@@ -47,6 +47,7 @@ class Outcome:
     gradient_at: str = ""
     gradient_l2: float = 0.0  # of the whole gradient, relative to its norm
     grad_norm: float = 0.0
+    logged: float = 0.0  # the reported load-balancing loss
     parameter: float = 0.0
     parameter_at: str = ""
 
@@ -97,9 +98,8 @@ def run_case(case: Case, hf_dir: str, reference: str) -> Outcome | None:
     return _compare(found, torch.load(reference, weights_only=False))
 
 
-def _train(case: Case, hf_dir: str) -> dict[str, Any]:
-    from megatron.core import parallel_state as mpu
-
+def engine_of(case: Case, hf_dir: str, steps: int = STEPS) -> tuple[Any, Any]:
+    """A trainable engine in this case's layout, and what this rank of it holds, in Hugging Face's space."""
     from megatron_dapo.config.model import ModelConfig, ParallelConfig
     from megatron_dapo.config.training import OptimConfig
     from megatron_dapo.engine.engine import MegatronEngine
@@ -114,15 +114,22 @@ def _train(case: Case, hf_dir: str) -> dict[str, Any]:
     init_distributed(topology, seed=1)
     model = ModelConfig(path=hf_dir, **({"dtype": "float32"} | case.settings))
     engine = MegatronEngine(
-        arch, model, parallel, topology, hf_dir=Path(hf_dir), optim=OptimConfig(**OPTIM), total_steps=STEPS
+        arch, model, parallel, topology, hf_dir=Path(hf_dir), optim=OptimConfig(**OPTIM), total_steps=steps
     )
+    return engine, megatron_slices(arch, topology, dist.get_rank())
+
+
+def _train(case: Case, hf_dir: str) -> dict[str, Any]:
+    from megatron.core import parallel_state as mpu
+
+    engine, layout = engine_of(case, hf_dir)
+    arch = engine.arch
     rows = make_rows(arch.vocab, case.even)
     count = int(rows["response_mask"].sum())
     dp, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     order = torch.arange(ROWS).flip(0) if case.backwards else torch.arange(ROWS)
     parts = list(order.split(case.micro))
     micro = [rows[part] for part in parts][dp::size]
-    layout = megatron_slices(arch, topology, dist.get_rank())
 
     outputs = engine.forward(micro, ["log_probs", "entropy"])
     found: dict[str, Any] = {"log_probs": {}, "gradients": None}
@@ -136,12 +143,16 @@ def _train(case: Case, hf_dir: str) -> dict[str, Any]:
         return step()
 
     engine.trainable.optimizer.step = keep_gradients
-    found["loss"], found["grad_norm"] = [], []
+    found["loss"], found["grad_norm"], found["logged"] = [], [], []
     for number in range(STEPS):
         engine.set_step(number + 1)
         result = engine.train_step(micro, weighted_loss(count), ["log_probs", "entropy"])
         found["loss"].append(total_loss(result.metrics))
         found["grad_norm"].append(result.grad_norm)
+        if "actor/load_balancing_loss_aux" in result.metrics:
+            noted = torch.tensor(result.metrics["actor/load_balancing_loss_aux"].total)
+            dist.all_reduce(noted, group=mpu.get_data_parallel_group())
+            found["logged"].append(noted.item() / size)
     from megatron_dapo.models.storage import storages
 
     found["parameters"] = boxes(layout, storages(engine.chunks))
@@ -209,6 +220,7 @@ def _compare(found: dict[str, Any], reference: dict[str, Any]) -> Outcome:
         gradient_at=gradient_at,
         gradient_l2=_distance(found["gradients"], reference["gradients"]),
         grad_norm=max(abs(a / b - 1) for a, b in zip(found["grad_norm"], reference["grad_norm"], strict=True)),
+        logged=max([0.0, *(abs(a - b) for a, b in zip(found["logged"], reference["logged"], strict=True))]),
         parameter=parameter,
         parameter_at=parameter_at,
     )
@@ -306,4 +318,5 @@ UNDO: dict[str, Callable[[], Any]] = {
     "expert marks": _without_expert_marks,
     "marks of the duplicated down projections": _without_duplicate_marks,
     "separate p2p": lambda: _config_with(overlap_p2p_comm=False, batch_p2p_comm=True),
+    "globally normalised losses": lambda: _config_with(calculate_per_token_loss=True),
 }

@@ -47,8 +47,8 @@ class RankPool:
         for rank in range(world):
             ours, theirs = self._context.Pipe(duplex=False)
             process = self._context.Process(
-                target=_rank, args=(theirs, function, rank, world, store, arguments), daemon=True
-            )
+                target=_rank, args=(theirs, function, rank, world, store, arguments)
+            )  # not a daemon: saving a checkpoint starts processes of its own
             process.start()
             theirs.close()
             processes.append(process)

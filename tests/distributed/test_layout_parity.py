@@ -57,6 +57,13 @@ AUXILIARY = [
     Case("aux losses cp2", "qwen3_moe", dict(context=2), BALANCED, even=True),
     Case("aux losses ep2", "qwen3_moe", dict(expert=2), BALANCED, even=True),
 ]
+PADDED = {"moe": dict(load_balancing="aux_loss", aux_loss_coeff=0.5)}
+BIASED = {"moe": dict(expert_bias_update_rate=1e-2)}
+PADDING = [
+    (2, Case("aux loss cp2, with padding", "qwen3_moe", dict(context=2), PADDED)),
+    (4, Case("aux loss tp2 pp2, with padding", "qwen3_moe", dict(tensor=2, pipeline=2), PADDED)),
+    (2, Case("expert bias cp2, with padding", "deepseek_v3", dict(context=2), BIASED)),
+]
 SPLITS = [
     (1, Case("one row each", "qwen3_moe", micro=1)),
     (1, Case("all rows in one pack", "qwen3_moe", micro=8)),
@@ -71,6 +78,12 @@ SILENT = [
     (Case("7", "deepseek_v3", dict(tensor=2), undo="marks of the duplicated down projections"), None, "gradient", 1e-3),
     (
         Case("13", "qwen3_moe", dict(pipeline=2, virtual_pipeline=2), undo="separate p2p", even=True),
+        None,
+        "gradient",
+        1e-2,
+    ),
+    (
+        Case("22", "qwen3_moe", dict(tensor=2), BALANCED, even=True, undo="globally normalised losses"),
         None,
         "gradient",
         1e-2,
@@ -105,12 +118,13 @@ def outcome(ranks: RankPool, references, case: Case, world: int) -> Outcome:
         gradient_at=worst.gradient_at,
         gradient_l2=max(o.gradient_l2 for o in found),
         grad_norm=max(o.grad_norm for o in found),
+        logged=max(o.logged for o in found),
         parameter=max(o.parameter for o in found),
         parameter_at=max(found, key=lambda o: o.parameter).parameter_at,
     )
 
 
-CASES = [(2, c) for c in TWO + AUXILIARY] + [(4, c) for c in FOUR] + [(8, c) for c in EIGHT]
+CASES = [(2, c) for c in TWO + AUXILIARY] + [(4, c) for c in FOUR] + [(8, c) for c in EIGHT] + PADDING
 
 
 @pytest.mark.parametrize(("world", "case"), CASES, ids=[f"{world} ranks, {case}" for world, case in CASES])
@@ -121,6 +135,7 @@ def test_layout_equals_one_rank(ranks, references, world, case):
     assert found.gradient <= 1e-5, found
     assert found.grad_norm <= 1e-5, found
     assert found.parameter <= 1e-6, found
+    assert found.logged <= 1e-5, found
 
 
 @pytest.mark.parametrize(("world", "case"), SPLITS, ids=[f"{world} ranks, {case}" for world, case in SPLITS])

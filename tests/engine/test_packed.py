@@ -44,6 +44,7 @@ def test_each_response_token_is_predicted_by_the_position_before_it(tensor):
     width = packed.valid.shape[1]
     assert torch.equal(predicted[packed.valid], batch["responses"][:, :width][packed.valid])
     assert packed.valid.sum(1).tolist() == [r for _, r in LENGTHS]
+    assert sorted(packed.predicting.tolist()) == sorted(packed.gather[packed.valid].tolist())
 
 
 @pytest.mark.parametrize("context", [2, 4])
@@ -58,3 +59,26 @@ def test_context_parallel_shares_put_together_are_the_whole(context):
     assert {share.tokens.shape for share in shares} == {shares[0].tokens.shape}
     lengths = (shares[0].cu_seqlens[1:] - shares[0].cu_seqlens[:-1]).tolist()
     assert all(length % (2 * context) == 0 for length in lengths)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_routing_follows_its_tokens_and_what_has_none_repeats_the_last(context):
+    """Choice [token value, layer], known for all but a row's last token, as a rollout engine reports it."""
+    batch = rows(LENGTHS)
+    known = torch.tensor([p + r - 1 for p, r in LENGTHS])
+    experts = torch.zeros(len(LENGTHS), int(known.max()), 2, 1, dtype=torch.long)
+    for row, (p, r) in enumerate(LENGTHS):
+        ids = torch.cat([batch["prompts"][row, 5 - p :], batch["responses"][row, :r]])[:-1]
+        experts[row, : len(ids)] = torch.stack([ids, ids + 1000], 1)[..., None]
+    batch["routed_experts"], batch["routed_length"] = experts, known
+    for rank in range(context):
+        packed = pack_rows(batch, context_parallel=context, context_rank=rank, tensor_parallel=2)
+        tokens, routing = packed.tokens[0], packed.routing
+        place = torch.arange(len(tokens)) if context == 1 else None
+        assert torch.equal(routing[:, 1], routing[:, 0] + 1000) and not (routing[:, 0] == 0).any()
+        same = routing[:, 0, 0] == tokens
+        assert same.sum() >= packed.real.sum() - len(LENGTHS) and not (same & ~packed.real).any()
+        if place is not None:
+            last = (packed.cu_seqlens[:-1] + known).tolist()
+            assert (~same)[: int(packed.real.sum())].nonzero().flatten().tolist() == last
+            assert all(routing[p, 0, 0] == routing[p - 1, 0, 0] for p in last)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from megatron_dapo.data.batch import ragged
+from megatron_dapo.engine.routing import RowRouting
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.trainers.dispatch import Dispatcher
 
@@ -72,3 +74,43 @@ def test_outputs_come_from_the_last_stage():
     at = [topology.coordinate(rank) for rank in ranks]
     assert [c.dp for c in at] == [0, 1]
     assert all((c.tp, c.cp, c.pp) == (0, 0, 1) for c in at)
+
+
+def test_without_balancing_ranks_get_rows_in_order():
+    rows = batch()
+    plan = Dispatcher(Topology(world=4), max_tokens=24, balance=False).plan(
+        rows["prompt_length"] + rows["response_length"]
+    )
+    dealt = [sorted(row for micro in of_rank for row in micro) for of_rank in plan]
+    assert dealt == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+
+
+def test_an_interleaved_pipeline_gets_whole_rounds_of_micro_batches():
+    rows = batch()
+    topology = Topology(world=4, pipeline=4, virtual_pipeline=2)
+    plan = Dispatcher(topology, max_tokens=24).plan(rows["prompt_length"] + rows["response_length"])
+    assert len(plan[0]) % 4 == 0
+
+
+@pytest.mark.parametrize("topology", LAYOUTS, ids=lambda t: t.describe())
+def test_routing_goes_out_padded_and_comes_back_by_row(topology):
+    """Each stage answers with what it was sent, for its share of the layers."""
+    rows = batch()
+    lengths = rows["prompt_length"] + rows["response_length"]
+    layers = 2 * topology.pipeline
+    routing = [torch.arange(n * layers * 2).view(n, layers, 2) + 1000 * i for i, n in enumerate(lengths.tolist())]
+    rows["old_routing"] = ragged(routing)
+    dispatcher = Dispatcher(topology, max_tokens=24)
+    plan = dispatcher.plan(lengths)
+    shares = dispatcher.shares(rows, plan, ["weight"], "old_routing")
+    results = []
+    for place, share in zip(topology.coordinates(), shares, strict=True):
+        mine = (place.pp, place.pp + topology.pipeline)
+        results.append([RowRouting(mine, micro["routed_experts"][:, :, list(mine)]) for micro in share])
+        for micro in share:
+            assert (
+                torch.equal(micro["routed_length"], micro["prompt_length"] + micro["response_length"])
+                or len(micro) == 1
+            )
+    found = dispatcher.collect_routing(results, plan, lengths)
+    assert all(torch.equal(a, b) for a, b in zip(found, routing, strict=True))

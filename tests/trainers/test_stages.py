@@ -1,0 +1,28 @@
+"""How a batch becomes mini-batches: every prompt once an epoch, whole, in an order that only the seed decides."""
+
+import torch
+from tensordict import TensorDict
+
+from megatron_dapo.trainers.stages import split_mini_batches
+
+
+def batch(prompts: int = 6, n: int = 3) -> TensorDict:
+    uid = torch.arange(prompts).repeat_interleave(n)
+    return TensorDict({"uid": uid, "loss_mask": torch.ones(len(uid), 4, dtype=torch.bool)}, batch_size=[len(uid)])
+
+
+def prompts_of(rows: TensorDict, seed: tuple[int, ...] | None) -> list[list[int]]:
+    parts = split_mini_batches(rows, 2, "token-mean", 4.0, seed)
+    assert all(part.normalizer.tokens == 4 * len(part.rows) == 24 for part in parts)
+    return [sorted(set(rows["uid"][part.rows].tolist())) for part in parts]
+
+
+def test_in_order_without_a_seed():
+    assert prompts_of(batch(), None) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_shuffled_groups_stay_whole_and_the_seed_decides():
+    first, again = prompts_of(batch(), (42, 1, 0)), prompts_of(batch(), (42, 1, 0))
+    assert first == again and sorted(uid for part in first for uid in part) == [0, 1, 2, 3, 4, 5]
+    orders = {str(prompts_of(batch(), (42, step, epoch))) for step in range(4) for epoch in range(2)}
+    assert len(orders) > 3  # steps and epochs differ
