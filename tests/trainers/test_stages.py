@@ -3,7 +3,11 @@
 import torch
 from tensordict import TensorDict
 
-from megatron_dapo.trainers.stages import split_mini_batches
+from megatron_dapo.config import load_config
+from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.runtime.group import LocalWorkerGroup
+from megatron_dapo.trainers.dispatch import Dispatcher
+from megatron_dapo.trainers.stages import Ranks, _of_critic, split_mini_batches
 
 
 def batch(prompts: int = 6, n: int = 3) -> TensorDict:
@@ -26,3 +30,17 @@ def test_shuffled_groups_stay_whole_and_the_seed_decides():
     assert first == again and sorted(uid for part in first for uid in part) == [0, 1, 2, 3, 4, 5]
     orders = {str(prompts_of(batch(), (42, step, epoch))) for step in range(4) for epoch in range(2)}
     assert len(orders) > 3  # steps and epochs differ
+
+
+def test_the_critic_has_micro_batches_of_its_own():
+    config = load_config(
+        [
+            "model.path=m",
+            "data.train_files=[t]",
+            "algorithm.adv_estimator=gae",
+            "critic.max_tokens_per_micro_batch=9000",
+        ],
+        command="train",
+    )
+    ranks = Ranks(LocalWorkerGroup(None), Dispatcher(Topology(), config.actor.max_tokens_per_micro_batch))
+    assert _of_critic(ranks, config).dispatcher.max_tokens == 9000 != ranks.dispatcher.max_tokens
