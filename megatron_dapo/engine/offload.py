@@ -1,7 +1,8 @@
 """What leaves the device while another role uses it: storages are copied to the host and freed, and come back in place.
 
 Tensors, views and optimizer references stay what they are, only without memory in between. On a host without a device
-the same happens between two places in memory: no use, but the same code. # untested on GPU
+the same happens between two places in memory: no use, but the same code, except that memory which NumPy has looked into
+(a push does) cannot be freed and stays. # untested on GPU
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -110,9 +111,9 @@ def optimizer_tensors(engine: MegatronEngine) -> Iterator[Tensor]:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Each storage once, without those that hold nothing."""
+    """Each storage once, without those that hold nothing or cannot be freed."""
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    return [storage for storage in found.values() if storage.nbytes()]
+    return [storage for storage in found.values() if storage.nbytes() and storage.resizable()]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
