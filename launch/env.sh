@@ -1,4 +1,4 @@
-# The environment of every launcher, in one place; sourced by torchrun.sh on every node. What is set already wins, so
+# The environment of every launcher, in one place; sourced by torchrun.sh and ray/node.sh on every node. What is set already wins, so
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=node0 launch/torchrun.sh …      or a file of your own: LAUNCH_ENV=my.sh
 # shellcheck shell=bash
 
@@ -9,7 +9,7 @@
 : "${MASTER_PORT:=29500}"         # a port of node 0 that is free
 : "${RDZV_ID:=megatron-dapo}"     # the same on all nodes, different for two runs on one node 0
 : "${NPROC_PER_NODE:=}"           # ranks per node; empty: parallel.world_size / NNODES, else the GPUs, else 1
-: "${MAX_RESTARTS:=3}"            # restarts from the last checkpoint after a failed rank
+: "${MAX_RESTARTS:=}"             # restarts from the last checkpoint after a failed rank; empty: trainer.max_restarts
 : "${LOG_DIR:=}"                  # empty: logs/ in the run directory (trainer.default_local_dir); shared by all nodes
 : "${PYTHON:=python}"             # the interpreter that has megatron_dapo
 : "${MODULE:=megatron_dapo.train}" # what the ranks run; megatron_dapo.sft for supervised training
@@ -25,6 +25,7 @@
 
 # --- processes
 : "${OMP_NUM_THREADS:=}"          # empty: cores / ranks of the node
+: "${RAY_NUM_CPUS:=}"             # CPUs that a node offers to Ray; empty: all it has
 : "${TOKENIZERS_PARALLELISM:=false}"
 : "${PYTHONUNBUFFERED:=1}"
 

@@ -23,6 +23,7 @@ value() { sed -n "/^$1:/,/^[^ ]/s/^  $2: \([^ ]*\).*/\1/p" <<<"$resolved"; }
 world=$(value parallel world_size)
 run_dir=$(value trainer default_local_dir)
 save_freq=$(value trainer save_freq)
+MAX_RESTARTS=${MAX_RESTARTS:-$(value trainer max_restarts)}
 
 gpus=0
 if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | wc -l) || gpus=0; fi
@@ -73,6 +74,8 @@ phase() { echo "=== $(date -u +%Y-%m-%dT%H:%M:%SZ) node $NODE_RANK ($(hostname))
 phase "start, $NPROC_PER_NODE of $((NNODES * NPROC_PER_NODE)) ranks, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 if [[ $save_freq == -1 ]]; then phase "note: trainer.save_freq=-1, nothing is saved: a restart begins anew"; fi
 
+LAUNCH_TIME=$(date +%s)
+export LAUNCH_TIME
 runner=0
 begin() { # the ignored signals are inherited: of a whole job's SIGTERM only rank 0 hears, which installs a handler
   LAUNCH_ATTEMPT=$attempt

@@ -1,10 +1,15 @@
-"""The program of one rank: `torchrun … -m megatron_dapo.train key=value …`. Rank 0 drives, the others serve."""
+"""The program of a run, `-m megatron_dapo.train key=value …`.
 
+Under torchrun every rank runs it: rank 0 drives, the others serve. Under Ray only the driver does.
+"""
+
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_dapo.config import Config, load_config
+from megatron_dapo.errors import UserError
 from megatron_dapo.parallel import host_cuda
 from megatron_dapo.runtime.failure import StopRequest, ignore_stop_signals, run_rank
 from megatron_dapo.runtime.group import WorkerGroup, serve
@@ -41,6 +46,30 @@ def train(config: Config) -> None:
         sys.exit(stop.exit_code)
 
 
+def train_on_ray(config: Config) -> None:
+    """Has Ray start the ranks and drives them until the run ends; nothing of it outlives this process."""
+    host_cuda.install()
+    from megatron_dapo.runtime.ray import Pool, RayWorkerGroup, cluster
+    from megatron_dapo.trainers import bringup, bringup_ray
+
+    if "RANK" in os.environ:
+        raise UserError("trainer.runtime=ray: start one driver with `megatron-dapo train`, not ranks with torchrun")
+    bringup.checked_architecture(config)
+    inputs = bringup.read_inputs(config)
+    stop = StopRequest()
+    with cluster(bringup_ray.cpus_needed(config)):
+        stop.install()  # after Ray's own handlers
+        topology = bringup.topology_of(config, bringup_ray.world_size(config))
+        pool = Pool.take(topology.world, bringup_ray.rank_resources())
+        group = RayWorkerGroup.start(pool, bringup.build_worker, (config, inputs.total_steps))
+        try:
+            drive(config, topology, group, inputs, stop)
+        finally:
+            group.close()
+    if stop:
+        sys.exit(stop.exit_code)
+
+
 def drive(
     config: Config,
     topology: "Topology",
@@ -69,8 +98,13 @@ def drive(
 
 
 def main() -> None:
-    """The rank's entry point; every way out sets the exit code."""
-    run_rank(lambda: train(load_config(sys.argv[1:], command="train")))
+    """The process's entry point; every way out sets the exit code."""
+
+    def run() -> None:
+        config = load_config(sys.argv[1:], command="train")
+        train_on_ray(config) if config.trainer.runtime == "ray" else train(config)
+
+    run_rank(run)
 
 
 if __name__ == "__main__":  # checkpointing starts helper processes that import this file

@@ -16,6 +16,7 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # or a token in the home directory would decide about clusters of one machine
     "VLLM_NO_USAGE_STATS": "1",
 }.items():
     os.environ.setdefault(name, value)  # before anything imports torch

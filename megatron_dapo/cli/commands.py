@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_dapo.cli import checkpoints
@@ -38,11 +39,14 @@ def _use_config_dir(args: Arguments) -> None:
 
 
 def _train(args: Arguments) -> int:
-    from megatron_dapo.runtime.launcher import launch
+    from megatron_dapo.runtime.launcher import launch, launch_driver, with_restarts
 
     _use_config_dir(args)
     config = load_config(args.overrides, command="train")
-    return launch("megatron_dapo.train", args.overrides, config.parallel.world_size or 1)
+    start = partial(launch, "megatron_dapo.train", args.overrides, config.parallel.world_size or 1)
+    if config.trainer.runtime == "ray":
+        start = partial(launch_driver, "megatron_dapo.train", args.overrides)
+    return with_restarts(start, config.trainer.max_restarts)
 
 
 def _sft(args: Arguments) -> int:

@@ -44,6 +44,8 @@ def _required(config: Config, command: Command) -> Problems:
     if command == "train" and not config.data.train_files:
         text = "Is required: parquet or JSONL files with prompts (`megatron-dapo data prepare` makes them)."
         yield Problem("data.train_files", None, text)
+    if command == "sft" and config.trainer.runtime != "torchrun":
+        yield problem(config, "trainer.runtime", "Supervised training has no Ray driver: set torchrun.")
     if command == "sft" and not config.sft.train_files:
         yield Problem("sft.train_files", None, "Is required: parquet or JSONL files with prompt and response.")
 
@@ -239,6 +241,9 @@ def _async_modes(config: Config) -> Problems:
     key, sync = "trainer.parameter_sync_step", trainer.parameter_sync_step
     if trainer.mode != "sync":
         yield from _replay(config)
+        if trainer.runtime == "ray":
+            text = "The asynchronous modes start their engines beside rank 0 and a Ray of their own: set torchrun."
+            yield problem(config, "trainer.runtime", text, "trainer.mode")
     elif config.rollout.agent.name != "single_turn":
         text = "The sync loop generates single turns: use trainer.mode=colocate_async or separate_async."
         yield problem(config, "rollout.agent.name", text, "trainer.mode")

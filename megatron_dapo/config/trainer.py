@@ -16,6 +16,9 @@ class TrainerConfig(Section):
     """Name of the run."""
     default_local_dir: str = "runs/default"
     """The run directory: metrics, checkpoints, samples, the resolved configuration."""
+    runtime: Literal["torchrun", "ray"] = "torchrun"
+    """How the ranks exist: started by torchrun or `megatron-dapo train`, or as Ray actors that a driver starts, in the
+    cluster at RAY_ADDRESS or in a Ray of the run's own."""
     mode: Literal["sync", "colocate_async", "separate_async"] = "sync"
     """The loop: generate then train; in-flight generation on shared devices; or on its own devices."""
     total_epochs: Count = 1
@@ -57,7 +60,7 @@ class TrainerConfig(Section):
     full_determinism: bool = True
     """The same seed gives the same run, at some cost in speed on GPU."""
     max_restarts: NonNegativeInt = 0
-    """Restores from the last checkpoint after a failed rank."""
+    """How often a run that failed is started again, from its last checkpoint (else anew)."""
     parameter_sync_step: Count = 1
     """Asynchronous modes: local updates between two weight pushes."""
     max_off_policy_threshold: Count = 8

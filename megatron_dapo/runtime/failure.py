@@ -37,8 +37,8 @@ def run_rank(main: Callable[[], None]) -> None:
 
 def _first_failure_file() -> Path:
     """One name for all ranks that the same launcher started."""
-    port = os.environ.get("MASTER_PORT", "0")
-    return Path(tempfile.gettempdir()) / f"megatron_dapo_failed_{os.getppid()}_{port}"
+    port, attempt = os.environ.get("MASTER_PORT", "0"), os.environ.get("LAUNCH_ATTEMPT", "0")
+    return Path(tempfile.gettempdir()) / f"megatron_dapo_failed_{os.getppid()}_{port}_{attempt}"
 
 
 def _claim(path: Path) -> bool:
@@ -74,14 +74,20 @@ def _leave(code: int) -> None:
 
 
 class StopRequest:
-    """The first Ctrl-C or SIGTERM asks the loop to save and stop after the current step; the second ends at once."""
+    """The first Ctrl-C or SIGTERM asks the loop to save and stop after the current step; the second ends at once.
+
+    So does a file that appears, for a driver that signals do not reach: the one named by STOP_FILE.
+    """
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._file = os.environ.get("STOP_FILE")
         self.exit_code = 0  # what a shell expects of a program that a signal stopped
 
     def __bool__(self) -> bool:
-        return self._event.is_set()
+        if self.exit_code == 0 and self._file and os.path.exists(self._file):
+            self.exit_code = 128 + signal.SIGTERM
+        return self._event.is_set() or self.exit_code != 0
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

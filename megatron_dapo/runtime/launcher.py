@@ -1,4 +1,7 @@
-"""Starts the ranks of one machine as torchrun would, and makes sure that none outlives the others or this process."""
+"""Starts the ranks of one machine as torchrun would, or a driver; none outlives the others or this process.
+
+A launch that failed is started again, if so configured: LAUNCH_ATTEMPT counts, LAUNCH_TIME is when the first began.
+"""
 
 import ctypes
 import os
@@ -7,10 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dapo.errors import UserError
+from megatron_dapo.runtime.failure import EXIT_USER_ERROR
 
+FINAL_CODES = (0, EXIT_USER_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # done, told what to mend, or stopped
 GRACE_SECONDS = 15.0  # what the ranks get to leave by themselves after one of them failed
 _PR_SET_PDEATHSIG = 1
 
@@ -18,7 +23,39 @@ _PR_SET_PDEATHSIG = 1
 def launch(module: str, arguments: Sequence[str], world_size: int, *, port: int | None = None) -> int:
     """Runs `python -m module arguments` on `world_size` ranks and returns the first non-zero exit code, else 0."""
     address = free_port() if port is None else _checked_port(port)
-    ranks = [_start(module, arguments, rank, world_size, address) for rank in range(world_size)]
+    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    common = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(address),
+    }
+    environments = [
+        {"OMP_NUM_THREADS": str(threads), **os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(world_size)
+    ]
+    return _run(module, arguments, environments)
+
+
+def launch_driver(module: str, arguments: Sequence[str]) -> int:
+    """Runs `python -m module arguments` once, as the driver of ranks that it has started elsewhere."""
+    return _run(module, arguments, [dict(os.environ)])
+
+
+def with_restarts(start: Callable[[], int], restarts: int) -> int:
+    """Calls `start` until it returns a final exit code, at most `restarts` further times."""
+    os.environ["LAUNCH_TIME"] = str(time.time())
+    for attempt in range(restarts + 1):
+        os.environ["LAUNCH_ATTEMPT"] = str(attempt)
+        code = start()
+        if code in FINAL_CODES or attempt == restarts:
+            break
+        print(f"failed, exit code {code}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+    return code
+
+
+def _run(module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+    ranks = [_start(module, arguments, environment) for environment in environments]
     previous = {number: signal.signal(number, lambda number, _: _forward(ranks, number)) for number in _FORWARDED}
     try:
         return _wait(ranks)
@@ -40,18 +77,7 @@ def _forward(ranks: Sequence[subprocess.Popen], number: int) -> None:
         ranks[0].send_signal(number)
 
 
-def _start(module: str, arguments: Sequence[str], rank: int, world_size: int, port: int) -> subprocess.Popen:
-    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def _start(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         env=environment,

@@ -16,7 +16,6 @@ from megatron_dapo.metrics import Trackers
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.hf_files import HFWeights
 from megatron_dapo.models.tables import hf_shapes
-from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.determinism import be_deterministic
 from megatron_dapo.parallel.groups import init_distributed
 from megatron_dapo.parallel.topology import Topology
@@ -27,10 +26,11 @@ from megatron_dapo.trainers.checkpoints import CheckpointStore, step_of, verify
 from megatron_dapo.trainers.dispatch import Dispatcher
 from megatron_dapo.trainers.dump import RolloutDump
 from megatron_dapo.trainers.expert_load import ExpertLoad
-from megatron_dapo.trainers.generation import Generator, rollout_hosts, training_sampling, validation_sampling
+from megatron_dapo.trainers.generation import Generator, training_sampling, validation_sampling
 from megatron_dapo.trainers.run import Run
 from megatron_dapo.trainers.saving import Saver
 from megatron_dapo.trainers.stages import Ranks
+from megatron_dapo.trainers.worker import Worker
 
 
 def rank() -> int:
@@ -38,9 +38,12 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def topology_of(config: Config) -> Topology:
-    """The layout of the world that the launcher started. Raises ConfigError where they do not fit."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+def topology_of(config: Config, world: int | None = None) -> Topology:
+    """The layout of a world of so many ranks; None: of the one that the launcher started.
+
+    Raises ConfigError where they do not fit.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     check_world(config, world)
     parallel = config.parallel
     return Topology(
@@ -80,10 +83,21 @@ def checked_architecture(config: Config) -> Architecture:
 
 def join_world(config: Config, topology: Topology) -> dist.ProcessGroup | None:
     """Process groups of this rank; the control group where there are other ranks."""
+    _enter_world(config, topology)
+    return control_group() if topology.world > 1 else None
+
+
+def _enter_world(config: Config, topology: Topology) -> None:
     if config.trainer.full_determinism:
         be_deterministic()
     init_distributed(topology, config.trainer.seed)
-    return control_group() if topology.world > 1 else None
+
+
+def build_worker(config: Config, total_steps: int) -> Worker:
+    """This rank, in a world that its environment describes and that the driver is no part of: a Ray actor."""
+    topology, arch = topology_of(config), checked_architecture(config)
+    _enter_world(config, topology)
+    return Worker(config, arch, topology, rank(), total_steps)
 
 
 def worker_group(worker: object, control: dist.ProcessGroup | None) -> WorkerGroup:
@@ -145,7 +159,7 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
     config.save(directory)
     stop_ids = (inputs.tokenizer.eos_token_id,)
     filters, kl, data = config.algorithm.filter_groups, config.algorithm.kl_ctrl, config.data
-    hosts = rollout_hosts(config, topology, gpus=capabilities().cuda)
+    hosts = tuple(rank for rank, hosting in enumerate(group.call("hosts_engine")) if hosting)
     arch, every = Architecture.from_dir(config.model.path), config.trainer.log_expert_load_every
     store = CheckpointStore(directory / "checkpoints", config.trainer.max_ckpt_to_keep)
     return Run(
@@ -185,7 +199,9 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
 def resume(run: Run) -> None:
     """Continues where `trainer.resume_mode` says; a fresh start where there is nothing to continue."""
     trainer = run.config.trainer
-    if trainer.resume_mode == "path":
+    if (step := saved_since_launch(run.store)) is not None:
+        run.restore(run.store.path(step))
+    elif trainer.resume_mode == "path":
         directory = Path(trainer.resume_from_path or "")
         step_of(directory)
         if damage := verify(directory):
@@ -197,3 +213,10 @@ def resume(run: Run) -> None:
         run.restore(run.store.path(step))
     if run.step:
         print(f"resumed after step {run.step} of {run.total_steps}", flush=True)
+
+
+def saved_since_launch(store: CheckpointStore) -> int | None:
+    """After a restart: the newest checkpoint of this very launch, which counts whatever `trainer.resume_mode` says."""
+    if os.environ.get("LAUNCH_ATTEMPT", "0") == "0":
+        return None
+    return store.latest(since=float(os.environ["LAUNCH_TIME"]))

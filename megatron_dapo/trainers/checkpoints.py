@@ -59,9 +59,12 @@ class CheckpointStore:
         names = (path.name.removeprefix(_PREFIX) for path in self.root.glob(f"{_PREFIX}*") if path.is_dir())
         return sorted(int(name) for name in names if name.isdigit())
 
-    def latest(self, warn: Callable[[str], object] = print) -> int | None:
-        """The newest step whose files are all there and whole; a damaged one is passed over with a warning."""
-        for step in reversed(self.steps()):
+    def latest(self, warn: Callable[[str], object] = print, *, since: float = 0.0) -> int | None:
+        """The newest step, of those saved after `since`, whose files are all there and whole.
+
+        A damaged one is passed over with a warning.
+        """
+        for step in reversed([step for step in self.steps() if self.path(step).stat().st_mtime >= since]):
             damage = verify(self.path(step))
             if damage is None:
                 return step

@@ -145,6 +145,10 @@ class Worker(SupervisedWorker):
                 for batch in mini_batches
             ]
 
+    def hosts_engine(self) -> bool:
+        """Whether a rollout engine lives on this rank."""
+        return self.rollout is not None
+
     def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
         """Samples on this rank's engine; ranks without one get no requests."""
         generations = self.rollout.generate(requests) if self.rollout is not None and requests else []

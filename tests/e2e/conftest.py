@@ -43,11 +43,11 @@ class Line:
     def train(self, directory: Path, world: int, *more: str) -> int:
         return launch("megatron_dapo.train", self.overrides(directory, *more), world)
 
-    def start(self, directory: Path, world: int, *more: str) -> subprocess.Popen:
+    def start(self, directory: Path, world: int, *more: str, environment: dict | None = None) -> subprocess.Popen:
         """The launcher as a process of its own, to be signalled."""
         words = [f"parallel.world_size={world}", *self.overrides(directory, *more)]
         command = [sys.executable, "-m", "megatron_dapo.cli.main", "train", *words]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +55,14 @@ def line(tmp_path_factory) -> Line:
     demo = replace(Demo(tmp_path_factory.mktemp("line")))
     write_inputs(demo)
     return Line(demo)
+
+
+@pytest.fixture(scope="session")
+def two_ranks(line: Line, tmp_path_factory) -> Path:
+    """Two steps on two expert-parallel ranks under torchrun."""
+    directory = tmp_path_factory.mktemp("two_ranks")
+    assert line.train(directory, 2, "parallel.world_size=2", "parallel.expert=2", "trainer.total_training_steps=2") == 0
+    return directory
 
 
 def trained(directory: Path) -> list[dict]:

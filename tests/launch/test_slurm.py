@@ -1,4 +1,4 @@
-"""launch/slurm/torchrun.sbatch on a real SLURM of two nodes: it trains, it is stopped, requeued and finishes."""
+"""launch/slurm/*.sbatch on a real SLURM of two nodes: each trains, is stopped, requeued and finishes."""
 
 import re
 import sys
@@ -20,14 +20,14 @@ def slurm(tmp_path_factory) -> Iterator[Cluster]:
         yield made
 
 
-def submit(slurm: Cluster, tmp_path: Path, words: list[str], **variables: str) -> str:
+def submit(slurm: Cluster, tmp_path: Path, words: list[str], script: str = "torchrun", **variables: str) -> str:
     """The job's number. MASTER_ADDR is given because n1 and n2 are not in this machine's DNS."""
     more = {
         "PYTHON": sys.executable, "LOG_DIR": str(tmp_path / "logs"), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
-        "REPOSITORY": str(ROOT), "PYTHONPATH": str(ROOT), **variables,
+        "REPOSITORY": str(ROOT), "PYTHONPATH": str(ROOT), "RAY_NUM_CPUS": "1", **variables,
     }  # fmt: skip
     options = ["--parsable", "--nodes=2", "--time=20", f"--output={tmp_path}/job.log", "--export=ALL"]
-    return slurm.run("sbatch", *options, str(ROOT / "launch/slurm/torchrun.sbatch"), *words, **more)
+    return slurm.run("sbatch", *options, str(ROOT / f"launch/slurm/{script}.sbatch"), *words, **more)
 
 
 def told(slurm: Cluster, tmp_path: Path) -> str:
@@ -41,9 +41,13 @@ def events(tmp_path: Path, rank: int) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
-def test_a_stopped_job_goes_back_into_the_queue_and_finishes(slurm: Cluster, tmp_path: Path):
-    light = {"MODULE": "tests.launch.rank", "EVENTS": str(tmp_path), "STEPS": "60"}
-    job = submit(slurm, tmp_path, ["recipe=demo"], **light)
+LIGHT = {"torchrun": ("tests.launch.rank", 60), "ray": ("tests.launch.ray_driver", 40)}
+
+
+@pytest.mark.parametrize("script", LIGHT)
+def test_a_stopped_job_goes_back_into_the_queue_and_finishes(slurm: Cluster, tmp_path: Path, script: str):
+    module, steps = LIGHT[script]
+    job = submit(slurm, tmp_path, ["recipe=demo"], script, MODULE=module, EVENTS=str(tmp_path), STEPS=str(steps))
     deadline = time.monotonic() + 120
     while "step 1" not in events(tmp_path, 0):
         assert time.monotonic() < deadline, told(slurm, tmp_path)
@@ -53,7 +57,7 @@ def test_a_stopped_job_goes_back_into_the_queue_and_finishes(slurm: Cluster, tmp
     assert (over["JobState"], over["Restarts"]) == ("COMPLETED", "1"), told(slurm, tmp_path)
     seen = events(tmp_path, 0)
     assert sum(event.startswith("started world=2") for event in seen) == 2
-    assert "stopped" in seen and seen[-1] == "step 60"
+    assert "stopped" in seen and seen[-1] == f"step {steps}"
     log = (tmp_path / "job.log").read_text()
     assert "phase: stop requested (SIGUSR1)" in log and "phase: back into the queue" in log
     for node in (0, 1):
@@ -62,7 +66,8 @@ def test_a_stopped_job_goes_back_into_the_queue_and_finishes(slurm: Cluster, tmp
 
 
 @pytest.mark.timeout(1200)
-def test_two_nodes_train_the_demo(slurm: Cluster, tmp_path: Path):
+@pytest.mark.parametrize("script", LIGHT)
+def test_two_nodes_train_the_demo(slurm: Cluster, tmp_path: Path, script: str):
     from megatron_dapo.cli.demo import Demo, write_inputs
     from megatron_dapo.metrics import METRICS_FILE, read_jsonl
 
@@ -75,10 +80,11 @@ def test_two_nodes_train_the_demo(slurm: Cluster, tmp_path: Path):
         "algorithm.filter_groups.enable=false",
         "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4",
     ]  # fmt: skip
-    job = submit(slurm, tmp_path, words, MAX_RESTARTS="0")
+    job = submit(slurm, tmp_path, words, script, MAX_RESTARTS="0")
     over = slurm.wait(job, 900)
     assert over["JobState"] == "COMPLETED", told(slurm, tmp_path)
     rows = [row for row in read_jsonl(tmp_path / "run" / METRICS_FILE) if "timing_s/step" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
-    assert "ranks, rendezvous" in (tmp_path / "logs" / "node-1.log").read_text()
+    started = {"torchrun": "ranks, rendezvous", "ray": "phase: start, Ray at"}[script]
+    assert started in (tmp_path / "logs" / "node-1.log").read_text()

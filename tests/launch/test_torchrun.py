@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted([*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.sbatch")])
+SOURCED = ("env.sh",)
 CONFIG = ["recipe=demo", "trainer.total_training_steps=3"]
 
 
@@ -68,7 +69,7 @@ def test_syntax(script: Path):
     done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     text = script.read_text()
-    assert script.name == "env.sh" or "set -euo pipefail" in text
+    assert script.name in SOURCED or "set -euo pipefail" in text
     assert not re.search(r"/root/|/home/|/tmp/", text)
 
 
@@ -116,6 +117,13 @@ def test_sbatch_dry_run_shows_every_node(tmp_path: Path):
     assert "is_host=1" in done.stdout and "is_host=0" in done.stdout
     done = dry_run("slurm/torchrun.sbatch", ["recipe=none"], tmp_path)
     assert done.returncode == 2
+
+
+def test_the_configuration_says_how_often_to_restart(tmp_path: Path, nodes: list):
+    variables = environment(tmp_path, NPROC_PER_NODE="1", FAIL_FIRST="1")
+    nodes.append(start([*CONFIG, "trainer.max_restarts=1"], variables))
+    output = nodes[0].communicate(timeout=180)[0]
+    assert nodes[0].returncode == 0 and "restart 1 of 1" in output, output
 
 
 def test_two_nodes_are_one_world_and_log_apart(tmp_path: Path, nodes: list):

@@ -70,6 +70,26 @@ def test_ranks_die_with_a_killed_launcher(program, tmp_path):
         wait_for(lambda pid=pid: gone(pid))
 
 
+@pytest.mark.parametrize(("codes", "calls", "last"), [
+    ([1, 9, 0], 3, 0),  # failed twice, then done
+    ([1, 1, 1, 0], 3, 1),  # no more than so often
+    ([2, 0], 1, 2),  # the user has something to mend
+    ([130, 0], 1, 130),  # stopped on request
+])  # fmt: skip
+def test_a_failed_launch_is_started_again(codes, calls, last, monkeypatch):
+    monkeypatch.delenv("LAUNCH_ATTEMPT", raising=False)
+    monkeypatch.delenv("LAUNCH_TIME", raising=False)
+    seen = []
+
+    def start() -> int:
+        seen.append((os.environ["LAUNCH_ATTEMPT"], os.environ["LAUNCH_TIME"]))
+        return codes[len(seen) - 1]
+
+    assert launcher.with_restarts(start, restarts=2) == last
+    assert [attempt for attempt, _ in seen] == ["0", "1", "2"][:calls]
+    assert len({began for _, began in seen}) == 1
+
+
 def test_a_taken_port_is_one_clear_error(program):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,5 +1,7 @@
 """A checkpoint counts only when all of it is there: torn, damaged and half-written ones are passed over."""
 
+import os
+
 import pytest
 
 from megatron_dapo.errors import UserError
@@ -25,6 +27,20 @@ def test_the_latest_complete_checkpoint_wins(store):
     assert store.latest() == 10
     assert (store.root / TRACKER).read_text() == "10"
     assert verify(store.path(10)) is None
+
+
+def test_after_a_restart_only_what_this_launch_has_saved_counts(store, monkeypatch):
+    from megatron_dapo.trainers.bringup import saved_since_launch
+
+    write(store, 100)  # of an earlier run in the same directory
+    os.utime(store.path(100), (1000.0, 1000.0))
+    monkeypatch.setenv("LAUNCH_TIME", "2000.5")
+    monkeypatch.setenv("LAUNCH_ATTEMPT", "1")
+    assert saved_since_launch(store) is None
+    write(store, 2)
+    assert saved_since_launch(store) == 2
+    monkeypatch.setenv("LAUNCH_ATTEMPT", "0")
+    assert saved_since_launch(store) is None
 
 
 def test_an_uncommitted_checkpoint_does_not_exist(store):
