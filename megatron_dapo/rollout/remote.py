@@ -228,11 +228,13 @@ class RemoteEngine:
                 packed, errors = ray.get(self._actor.collect.remote())
             except Exception as error:  # whatever it is, nothing more will come from there
                 reason = self._translate(error)
-                died = reason if isinstance(reason, EngineDied) else EngineDied(f"{self.spec.name}: {reason}")
-                self._bury(died)
+                self._bury(reason if isinstance(reason, EngineDied) else EngineDied(f"{self.spec.name}: {reason}"))
                 return
             for generation in unpack_generations(packed):
                 self._end(generation.request_id, None, generation)
+            if died := next((error for error in errors.values() if isinstance(error, EngineDied)), None):
+                self._bury(died)  # first: whoever is told of the death finds it dead
+                return
             for request_id, failure in errors.items():
                 self._end(request_id, failure)
 

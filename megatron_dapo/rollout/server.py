@@ -214,7 +214,7 @@ def partial_generation(request_id: str, state: Any, routing: Any) -> Generation:
     """What an unfinished request has sampled so far, from vLLM's `RequestState`."""
     tokens = tuple(state.detokenizer.output_token_ids)
     starts = state.weight_version_starts
-    ends = [start for _, start in starts[1:]] + [len(tokens)]
+    ends = [*[start for _, start in starts[1:]], len(tokens)] if starts else []  # none: it has not begun
     versions = tuple(int(v) for (v, start), end in zip(starts, ends, strict=True) for _ in range(start, end))
     logprobs = tuple(state.logprobs_processor.logprobs.logprobs)
     return Generation(request_id, tokens, logprobs, "abort", None, versions, routing)
