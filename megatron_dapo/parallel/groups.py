@@ -7,7 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from megatron.core import parallel_state as mpu
-from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    destroy_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_dapo.parallel.capabilities import capabilities
@@ -44,6 +48,7 @@ def init_distributed(topology: Topology, seed: int, timeout_minutes: float = 10.
         expert_tensor_parallel_size=topology.etp,
         distributed_timeout_minutes=max(1, round(timeout_minutes)),
     )
+    destroy_rerun_state_machine()  # one may be left from earlier groups of this process
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)  # what Megatron would do by itself, with a warning
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
