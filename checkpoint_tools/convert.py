@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -96,7 +97,7 @@ def megatron_to_hf(
     """Write a Megatron distributed checkpoint (of any layout; optimizer state is ignored) as a Hugging Face directory.
 
     config.json, generation_config.json and the tokenizer come from `hf_dir`. `dtype` None keeps the checkpoint's.
-    Memory: the tensors of one layer. Files that an interrupted conversion had finished are kept. Collective when ranks
+    Memory: half a layer. Files that an interrupted conversion had finished are kept. Collective when ranks
     are running: each writes some of the files.
     """
     source, out = Path(hf_dir), Path(out_dir)
@@ -147,7 +148,7 @@ def _write_file(
 ) -> None:
     part = path.with_name(path.name + ".part")
     stream = SafetensorsStream(part, {name: plan.shapes[name] for name in tensors}, dtypes)
-    for group in _by_layer(tensors):
+    for group in _by_block(tensors):
         values = weights.read_many(group)
         for name in group:
             stream.add(name, values[name].to(dtypes[name]))
@@ -155,21 +156,15 @@ def _write_file(
     os.rename(part, path)
 
 
-def _by_layer(names: Sequence[str]) -> Iterator[list[str]]:
-    """Consecutive names of one layer together: read in one pass over the files."""
-    group: list[str] = []
-    for name in names:
-        if group and _layer(name) != _layer(group[-1]):
-            yield group
-            group = []
-        group.append(name)
-    if group:
-        yield group
+def _by_block(names: Sequence[str]) -> Iterator[list[str]]:
+    """Consecutive names of one half of a layer (attention, feed-forward) together: read in one pass over the files."""
+    for _, group in groupby(names, key=_block):
+        yield list(group)
 
 
-def _layer(name: str) -> str:
+def _block(name: str) -> tuple[str, ...]:
     parts = name.split(".")
-    return parts[2] if parts[:2] == ["model", "layers"] else name
+    return tuple(parts[2:4]) if parts[:2] == ["model", "layers"] else (name,)
 
 
 def _continue_or_begin(temporary: Path, what: list[Any]) -> None:

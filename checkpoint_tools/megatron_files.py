@@ -365,8 +365,6 @@ def _join_parts(path: Path, count: int) -> None:
         pickle.dump(Metadata(tensors, storage_data=files), stream)
         os.fsync(stream.fileno())
     temporary.rename(path / ".metadata")
-    for number in range(count):
-        (path / f"part-{number:05d}" / ".metadata").unlink()
 
 
 class _Stream(SavePlanner):
@@ -406,17 +404,27 @@ class _Stream(SavePlanner):
             torch.save([self._objects[write_item.index.fqn].data], stream)
             return stream
         place = self._places[write_item.index.fqn, tuple(write_item.index.offset or ())]
-        values = torch.zeros(place.shape, dtype=self._dtypes(self._slices[place.param][0].tensor))
-        for piece in self._slices[place.param]:
-            shared = overlap(piece.param_offset, piece.shape, place.param_offset, place.shape)
-            if shared is not None:
-                start, shape = shared
-                inside = _plus(piece.offset, _minus(start, piece.param_offset))
-                box(values, _minus(start, place.param_offset), shape).copy_(self._fill(piece, inside, shape))
+        values = self._values(place)
         self._done += 1
         if self._progress is not None:
             self._progress(place.key, self._done, len(self._places))
         return values.view((1,) * place.extra + place.shape)
+
+    def _values(self, place: Place) -> Tensor:
+        dtype = self._dtypes(self._slices[place.param][0].tensor)
+        values = None
+        for piece in self._slices[place.param]:
+            shared = overlap(piece.param_offset, piece.shape, place.param_offset, place.shape)
+            if shared is None:
+                continue
+            start, shape = shared
+            read = self._fill(piece, _plus(piece.offset, _minus(start, piece.param_offset)), shape)
+            if shape == place.shape:  # all of it: no second copy
+                return read.to(dtype)
+            if values is None:
+                values = torch.zeros(place.shape, dtype=dtype)
+            box(values, _minus(start, place.param_offset), shape).copy_(read)
+        return torch.zeros(place.shape, dtype=dtype) if values is None else values
 
     def _tensor_item(self, place: Place) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size(place.offset), torch.Size((1,) * place.extra + place.shape))

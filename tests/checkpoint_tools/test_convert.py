@@ -1,6 +1,7 @@
 """Hugging Face → Megatron → Hugging Face is bit-identical for every family, and Megatron itself loads what is written."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -8,15 +9,19 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
+from benchmarks.conversion import Peak
 from checkpoint_tools import convert
 from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
 from checkpoint_tools.inspection import inspect_checkpoint
 from checkpoint_tools.verify import compare, compare_logits
 from megatron_dapo.cli.main import main
+from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.hf_files import WeightsError
+from megatron_dapo.models.tables import hf_shapes
 from megatron_dapo.parallel.groups import destroy
-from tests.models.hf_models import CONFIGS, saved, saved_with_mtp
+from tests.models.hf_models import BASE, CONFIGS, saved, saved_with_mtp
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -217,6 +222,32 @@ def test_a_damaged_megatron_checkpoint_ends_in_one_clear_message(tmp_path, capsy
     shown = capsys.readouterr().err
     assert message in shown and "Traceback" not in shown
     assert not (tmp_path / "out").exists()
+
+
+def _peaks(source, target, small):
+    """Bytes allocated at the peak of either direction, in a process that has only converted something small before."""
+    hf_to_megatron(small, f"{target}/small")
+    megatron_to_hf(f"{target}/small", f"{target}/small_hf", hf_dir=small)
+    with Peak() as there:
+        hf_to_megatron(source, f"{target}/megatron")
+    with Peak() as back:
+        megatron_to_hf(f"{target}/megatron", f"{target}/hf", hf_dir=source, file_bytes=60 << 20)
+    return there.bytes, back.bytes
+
+
+def test_memory_is_that_of_two_layers_at_most(ranks, tmp_path):
+    """Six layers of 23 MiB; what does not depend on the model (plans, threads) may take a little beside."""
+    config = LlamaConfig(
+        **(BASE | dict(hidden_size=512, intermediate_size=3072, num_hidden_layers=6, num_key_value_heads=8))
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "hf")
+    shapes = hf_shapes(Architecture.from_dir(tmp_path / "hf"))
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, tmp_path / "hf" / "model.safetensors")
+    layer = 4 * sum(math.prod(shape) for name, shape in shapes.items() if ".layers.0." in name)
+    there, back = ranks.run(_peaks, 1, str(tmp_path / "hf"), str(tmp_path / "out"), str(saved("llama")))[0]
+    limit = 2 * layer + (4 << 20)
+    assert 0 < there <= limit and 0 < back <= limit, (there / layer, back / layer)
 
 
 def _load_and_compare(hf_dir, checkpoint, parallel):

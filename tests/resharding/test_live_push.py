@@ -100,13 +100,13 @@ def drive(group: Any, config: Any, topology: Any, arch: Any, changed: list[str],
 
 
 def vllm_worker(server: int) -> int:
-    """A tensor-parallel worker process below an engine's server process."""
-    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return next(int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes())
+    """A tensor-parallel worker process below an engine's server process; vLLM gives them this title."""
+    children = [c for task in Path(f"/proc/{server}/task").iterdir() for c in (task / "children").read_text().split()]
+    return next(int(c) for c in children if b"VLLM::Worker" in Path(f"/proc/{c}/cmdline").read_bytes())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2"], ids=["dense tied"])
+@pytest.mark.parametrize("kind", ["qwen2", "moe"], ids=["dense tied", "mixture"])
 def test_every_push_arrives_and_a_failed_one_is_told(ranks: Any, kind: str, tmp_path: Path) -> None:
     source = tiny.model_directory(kind)
     changed = []
