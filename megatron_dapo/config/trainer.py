@@ -57,8 +57,8 @@ class TrainerConfig(Section):
     """Format of that dump."""
     balance_batch: bool = True
     """Spread sequences over data-parallel ranks by their cost."""
-    full_determinism: bool = True
-    """The same seed gives the same run, at some cost in speed on GPU."""
+    full_determinism: bool = False
+    """Deterministic kernels only, slower; one that has no such form raises. On a host a run repeats without it."""
     max_restarts: NonNegativeInt = 0
     """How often a run that failed is started again, from its last checkpoint (else anew)."""
     parameter_sync_step: Count = 1
