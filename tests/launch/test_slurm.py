@@ -78,7 +78,7 @@ def test_two_nodes_train_the_demo(slurm: Cluster, tmp_path: Path, script: str):
         f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=3", "trainer.save_freq=1",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.export_hf=false",
         "algorithm.filter_groups.enable=false",
-        "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4",
+        "data.train_batch_size=4", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4",
     ]  # fmt: skip
     job = submit(slurm, tmp_path, words, script, MAX_RESTARTS="0")
     over = slurm.wait(job, 900)
