@@ -16,7 +16,7 @@ from megatron_dapo.runtime.group import WorkerGroup, serve
 
 if TYPE_CHECKING:
     from megatron_dapo.parallel.topology import Topology
-    from megatron_dapo.rollout.async_engine import Engine
+    from megatron_dapo.rollout.client import EngineClient
     from megatron_dapo.trainers.bringup import Inputs
 
 
@@ -76,7 +76,7 @@ def drive(
     group: WorkerGroup,
     inputs: "Inputs",
     stop: StopRequest,
-    engines: "Sequence[Engine]" = (),
+    engines: "Sequence[EngineClient]" = (),
 ) -> None:
     """The run over ranks that stand, from its start or its last checkpoint to its end; `engines`: not the ranks'."""
     from megatron_dapo.trainers import bringup, stages, start_rollouts, streaming, sync

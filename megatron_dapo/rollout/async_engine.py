@@ -2,33 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from megatron_dapo.rollout.client import EngineClient
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
-from megatron_dapo.rollout.spec import EngineSpec
-
-
-class Engine(Protocol):
-    """`RolloutEngine`, or `RemoteEngine` under Ray: what both can do, from any thread."""
-
-    spec: EngineSpec
-
-    @property
-    def alive(self) -> bool: ...
-    def target(self) -> Any: ...
-    def update_weights_soon(self, update: Any, version: int) -> "Future[list[dict[str, Any]]]": ...
-    def wait_ready(self, timeout: float | None = None) -> dict[str, Any]: ...
-    def submit(self, requests: Sequence[GenerationRequest]) -> "list[Future[Generation]]": ...
-    def abort_soon(self, request_ids: Sequence[str] | None = None) -> "Future[int]": ...
-    def update_weights(self, update: Any, version: int) -> list[dict[str, Any]]: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
-    def sleep(self) -> None: ...
-    def wake(self, *parts: str) -> None: ...
-    def restart(self) -> "Engine": ...
-    def close(self) -> None: ...
 
 
 class AsyncRolloutEngine:
@@ -37,7 +15,7 @@ class AsyncRolloutEngine:
     Requests made in the same turn of the loop travel as one message, so that a hundred agents cost what one batch does.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self.engine = engine
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[Generation]]] = []
 

@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,38 +16,25 @@ from megatron_dapo.models.slices import Layout
 from megatron_dapo.resharding.memory import host_identity
 from megatron_dapo.resharding.push import Target
 from megatron_dapo.resharding.transport_ipc import ExportedSlots
+from megatron_dapo.rollout.client import EngineClient, EngineDied, EngineError
 from megatron_dapo.rollout.processes import end_group, remove_shared_memory
-from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec, environment
-from megatron_dapo.rollout.wire import pack_requests, unpack_generations
+from megatron_dapo.rollout.wire import unpack_generations
 
 POLL_SECONDS = 0.5  # how long a silent death (pipe still held open by a worker) can go unnoticed
 
 
-class EngineDied(RuntimeError):
-    """The process of a rollout engine is gone; what it was generating is lost."""
-
-
-class EngineError(RuntimeError):
-    """A rollout engine refused or failed one command; the engine itself lives on."""
-
-
-class RolloutEngine:
-    """One vLLM engine in its own process. Thread-safe: any thread may submit, a reader thread hands out the answers."""
+class RolloutEngine(EngineClient):
+    """One vLLM engine in a process of this host; a reader thread hands out the answers."""
 
     def __init__(self, spec: EngineSpec, process: subprocess.Popen[bytes], connection: Connection) -> None:
-        self.spec = spec
-        self.weight_version = 0
+        super().__init__(spec)
         self._process = process
         self._connection = connection
         self._sending = threading.Lock()
-        self._state = threading.Lock()
         self._tickets = count()
         self._answers: dict[int, Future[Any]] = {}
-        self._generations: dict[str, Future[Generation]] = {}
         self._ready: Future[dict[str, Any]] = Future()
-        self._death: EngineDied | None = None
-        self._closing = False
         self._layouts: list[tuple[Layout, dict[str, str], tuple[str, ...]]] | None = None
         threading.Thread(target=self._read, name=f"{spec.name}-reader", daemon=True).start()
 
@@ -91,58 +76,6 @@ class RolloutEngine:
         """Wait until vLLM has loaded. Raises EngineDied if it could not start, TimeoutError after `timeout` seconds."""
         return self._ready.result(timeout)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list["Future[Generation]"]:
-        """Queue requests and return one future each, in order, at once. They finish whenever their sample does.
-
-        A submission that vLLM refuses fails as a whole: each of its futures raises EngineError.
-        """
-        futures: dict[str, Future[Generation]] = {request.request_id: Future() for request in requests}
-        with self._state:
-            self._raise_if_dead()
-            taken = next((i for i in futures if i in self._generations), None)
-            if taken is not None or len(futures) < len(requests):
-                raise ValueError(f"{self.spec.name}: request id {taken or '(in this call)'} is used twice")
-            self._generations.update(futures)
-        self._call("submit", pack_requests(requests)).add_done_callback(partial(self._refuse, futures))
-        return list(futures.values())
-
-    def _refuse(self, futures: dict[str, "Future[Generation]"], answer: "Future[Any]") -> None:
-        error = answer.exception()
-        if error is None:
-            return
-        for request_id, future in futures.items():
-            with self._state:
-                self._generations.pop(request_id, None)
-            if not future.done():
-                future.set_exception(error)
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Sample every request; results in the order of the requests."""
-        return [future.result() for future in self.submit(requests)]
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests (None: all); their futures get what was sampled, with finish_reason "abort"."""
-        return self.abort_soon(request_ids).result()
-
-    def abort_soon(self, request_ids: Sequence[str] | None = None) -> "Future[int]":
-        """Like `abort`, without waiting. The result is how many of them were still running."""
-        return self._call("abort", None if request_ids is None else list(request_ids))
-
-    def pause(self) -> None:
-        """Stop decoding and keep every request where it is."""
-        self._call("pause").result()
-
-    def resume(self) -> None:
-        self._call("resume").result()
-
-    def sleep(self) -> None:
-        """Give the GPU's memory back to the trainer; nothing happens on CPU. Needs `EngineSpec.sleeps`."""
-        self._call("sleep").result()
-
-    def wake(self, *parts: str) -> None:
-        """Take it again: "weights" before a push, "kv_cache" after it."""
-        self._call("wake", list(parts)).result()
-
     def layouts(self) -> list[Layout]:
         """What each tensor-parallel rank stores, read from its live model."""
         return [slices for slices, _, _ in self._described()]
@@ -168,26 +101,6 @@ class RolloutEngine:
         """GPU memory of every worker for `RingPublisher(slots=...)`, see `transport_ipc`. # untested on GPU"""
         return self._call("export_slots", nbytes).result()
 
-    def update_weights(self, update: Sequence[Mapping[str, Any]], version: int) -> list[dict[str, Any]]:
-        """Load the pushed weights; tokens sampled from now on carry `version`. Returns one report per rank.
-
-        A failed update leaves an engine that generates nothing until one succeeds.
-        """
-        report = self.update_weights_soon(update, version).result()
-        self.weight_version = version  # not left to the reader's thread, which may be a moment behind
-        return report
-
-    def update_weights_soon(self, update: Sequence[Mapping[str, Any]], version: int) -> "Future[list[dict[str, Any]]]":
-        """Like `update_weights`, without waiting: where ranks send while the engine receives."""
-
-        def note(done: "Future[Any]") -> None:
-            if done.exception() is None:
-                self.weight_version = version
-
-        future = self._call("update_weights", list(update), version)
-        future.add_done_callback(note)
-        return future
-
     def close(self, grace_seconds: float = 10.0) -> None:
         """End the process and its workers, politely first. May be called twice."""
         self._closing = True
@@ -199,12 +112,6 @@ class RolloutEngine:
             pass
         self._kill_group()
         self._process.wait()
-
-    def __enter__(self) -> "RolloutEngine":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _call(self, command: str, *arguments: Any) -> "Future[Any]":
         future: Future[Any] = Future()
@@ -268,10 +175,6 @@ class RolloutEngine:
         end_group(self._process.pid)
         if self._ready.done() and self._ready.exception() is None:
             remove_shared_memory(self._ready.result()["shared_memory"])
-
-    def _raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise EngineDied(str(self._death))
 
 
 def obituary(spec: EngineSpec, pid: int, code: int, trace: str, closing: bool) -> str:

@@ -15,8 +15,8 @@ from hashlib import blake2b
 from threading import Thread
 from typing import Any, TypeVar
 
-from megatron_dapo.rollout.async_engine import AsyncRolloutEngine, Engine
-from megatron_dapo.rollout.engine import EngineDied
+from megatron_dapo.rollout.async_engine import AsyncRolloutEngine
+from megatron_dapo.rollout.client import EngineClient, EngineDied
 from megatron_dapo.rollout.requests import SEED_BITS, Generation, GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Seat:
 class Fleet:
     """Owns the engines and an event loop in a thread of its own, in which everything that generates runs."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
         """The engines may still be loading."""
         self.seats = [Seat(AsyncRolloutEngine(engine)) for engine in engines]
         self.restarts = 0
@@ -96,7 +96,7 @@ class Fleet:
         self._busy, self._busy_since = 0.0, now
         return total
 
-    def wait_loaded(self) -> list[Engine]:
+    def wait_loaded(self) -> list[EngineClient]:
         """The living engines that have loaded, once there is one; replacements of dead ones are not waited for."""
         while True:
             self.sweep()
@@ -110,7 +110,7 @@ class Fleet:
         """Whether an engine waits for weights."""
         return any(seat.loaded and not seat.serving for seat in self.seats)
 
-    def serve(self, engines: Sequence[Engine]) -> None:
+    def serve(self, engines: Sequence[EngineClient]) -> None:
         """These have the current weights now."""
 
         async def mark() -> None:

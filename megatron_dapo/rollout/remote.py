@@ -2,7 +2,6 @@
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from megatron_dapo.rollout.engine import EngineDied, RolloutEngine
-from megatron_dapo.rollout.requests import Generation, GenerationRequest
+from megatron_dapo.rollout.client import EngineClient, EngineDied
+from megatron_dapo.rollout.engine import RolloutEngine
+from megatron_dapo.rollout.requests import Generation
 from megatron_dapo.rollout.spec import EngineSpec
-from megatron_dapo.rollout.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
+from megatron_dapo.rollout.wire import pack_generations, unpack_generations, unpack_requests
 from megatron_dapo.runtime.ray import Slot, cause_of, in_one_line
 
 LINGER_SECONDS = 0.005  # finished samples wait so long for others, to travel together
@@ -75,17 +75,13 @@ def _error(future: "Future[Any]") -> Exception | None:
     return error if isinstance(error, Exception) or error is None else RuntimeError(str(error))
 
 
-class RemoteEngine:
-    """One engine, from the driver. Thread-safe, as `RolloutEngine` is, and with its methods."""
+class RemoteEngine(EngineClient):
+    """One engine behind an actor, from the driver; a collector thread hands out what has finished."""
 
     def __init__(self, spec: EngineSpec, slot: Slot) -> None:
         """Starts the actor and the engine in it and returns at once; `wait_ready` says when it can generate."""
-        self.spec, self.slot = spec, slot
-        self.weight_version = 0
-        self._state = threading.Lock()
-        self._generations: dict[str, Future[Generation]] = {}
-        self._death: EngineDied | None = None
-        self._closing = False
+        super().__init__(spec)
+        self.slot = slot
         remote = ray.remote(concurrency_groups={COMMANDS: 1, RESULTS: 1})(EngineActor)
         self._actor = remote.options(**slot.options()).remote(spec)
         threading.Thread(target=self._collect, name=f"{spec.name}-collector", daemon=True).start()
@@ -101,85 +97,25 @@ class RemoteEngine:
 
     def wait_ready(self, timeout: float | None = None) -> dict[str, Any]:
         """Wait until vLLM has loaded. Raises EngineDied if it could not start, TimeoutError after `timeout` seconds."""
-        return self._command("wait_ready", timeout).result()
+        return self._call("wait_ready", timeout).result()
 
     @property
     def pid(self) -> int:
         """The engine's process on its node."""
         return self._ask(self._actor.pid.remote()).result()
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> list["Future[Generation]"]:
-        """Queue requests and return one future each, in order, at once. They finish whenever their sample does."""
-        futures: dict[str, Future[Generation]] = {request.request_id: Future() for request in requests}
-        with self._state:
-            self._raise_if_dead()
-            taken = next((i for i in futures if i in self._generations), None)
-            if taken is not None or len(futures) < len(requests):
-                raise ValueError(f"{self.spec.name}: request id {taken or '(in this call)'} is used twice")
-            self._generations.update(futures)
-        answer = self._ask(self._actor.submit.remote(pack_requests(requests)))
-        answer.add_done_callback(partial(self._refuse, list(futures)))
-        return list(futures.values())
-
-    def _refuse(self, request_ids: list[str], answer: "Future[Any]") -> None:
-        if (error := answer.exception()) is not None:
-            for request_id in request_ids:
-                self._end(request_id, error)
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        """Sample every request; results in the order of the requests."""
-        return [future.result() for future in self.submit(requests)]
-
-    def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """End these requests (None: all); their futures get what was sampled, with finish_reason "abort"."""
-        return self.abort_soon(request_ids).result()
-
-    def abort_soon(self, request_ids: Sequence[str] | None = None) -> "Future[int]":
-        """Like `abort`, without waiting."""
-        return self._command("abort", None if request_ids is None else list(request_ids))
-
-    def pause(self) -> None:
-        """Stop decoding and keep every request where it is."""
-        self._command("pause").result()
-
-    def resume(self) -> None:
-        self._command("resume").result()
-
-    def sleep(self) -> None:
-        self._command("sleep").result()
-
-    def wake(self, *parts: str) -> None:
-        self._command("wake", *parts).result()
-
     def layouts(self) -> Any:
-        return self._command("layouts").result()
+        return self._call("layouts").result()
 
     def dtypes(self) -> dict[str, str]:
-        return self._command("dtypes").result()
+        return self._call("dtypes").result()
 
     def full_tensors(self) -> tuple[str, ...]:
-        return self._command("full_tensors").result()
+        return self._call("full_tensors").result()
 
     def target(self) -> Any:
         """Where and how this engine takes weights, for the bridge."""
-        return self._command("target").result()
-
-    def update_weights(self, update: Sequence[Mapping[str, Any]], version: int) -> list[dict[str, Any]]:
-        """Load the pushed weights; tokens sampled from now on carry `version`. Returns one report per rank."""
-        report = self.update_weights_soon(update, version).result()
-        self.weight_version = version
-        return report
-
-    def update_weights_soon(self, update: Sequence[Mapping[str, Any]], version: int) -> "Future[list[dict[str, Any]]]":
-        """Like `update_weights`, without waiting: where ranks send while the engine receives."""
-
-        def note(done: "Future[Any]") -> None:
-            if done.exception() is None:
-                self.weight_version = version
-
-        future = self._command("update_weights", list(update), version)
-        future.add_done_callback(note)
-        return future
+        return self._call("target").result()
 
     def close(self) -> None:
         """End the engine and its actor. May be called twice."""
@@ -191,16 +127,13 @@ class RemoteEngine:
         ray.kill(self._actor)
         self._bury(EngineDied(f"rollout engine {self.spec.name} was closed"))
 
-    def __enter__(self) -> "RemoteEngine":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _command(self, name: str, *arguments: Any) -> "Future[Any]":
+    def _call(self, command: str, *arguments: Any) -> "Future[Any]":
         with self._state:
             self._raise_if_dead()
-        return self._ask(self._actor.command.remote(name, arguments))
+        return self._ask(self._actor.command.remote(command, arguments))
+
+    def _send(self, packed: dict[str, Any]) -> "Future[Any]":
+        return self._ask(self._actor.submit.remote(packed))
 
     def _ask(self, answer: Any) -> "Future[Any]":
         """A future of an actor's answer, with our errors instead of Ray's."""
@@ -255,7 +188,3 @@ class RemoteEngine:
             waiting, reason = list(self._generations), self._death
         for request_id in waiting:
             self._end(request_id, reason)
-
-    def _raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise EngineDied(str(self._death))

@@ -138,9 +138,9 @@ class Server:
             self.engine.sleep(level=2)
             self.broken = "it is asleep"
 
-    def wake(self, parts: list[str]) -> None:
+    def wake(self, *parts: str) -> None:
         if not self.on_cpu:
-            self.engine.wake_up(parts)
+            self.engine.wake_up(list(parts))
 
     def layouts(self) -> list[Any]:
         return self.engine.collective_rpc("megatron_dapo_layout")

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_dapo.data.types import Prompt, Score, Trajectory
 from megatron_dapo.rollout.agent import Conversation, ToolError
-from megatron_dapo.rollout.engine import EngineError
+from megatron_dapo.rollout.client import EngineError
 from megatron_dapo.rollout.fleet import Fleet
 from megatron_dapo.rollout.requests import sample_seed
 from megatron_dapo.runtime import rows

@@ -14,7 +14,7 @@ import torch
 from megatron_dapo.data.dataset import PromptLoader
 from megatron_dapo.data.types import Group
 from megatron_dapo.metrics import Last, Metrics, Sum, eviction_metrics, group_metrics
-from megatron_dapo.rollout.async_engine import Engine
+from megatron_dapo.rollout.client import EngineClient
 from megatron_dapo.rollout.fleet import Fleet
 from megatron_dapo.runtime import rows
 from megatron_dapo.runtime.queue import Queue, Tags
@@ -40,7 +40,7 @@ class Rollouts:
     feed: Feed
     buffer: ReplayBuffer
     ledger: Ledger
-    connect: Callable[[Ranks, Sequence[Engine]], Ranks]
+    connect: Callable[[Ranks, Sequence[EngineClient]], Ranks]
     lends: bool = False
     _keys: dict[str, Sequence[str]] = field(default_factory=dict)  # a settled prompt's rows
     _sent: int = 0

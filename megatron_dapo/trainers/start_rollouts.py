@@ -12,11 +12,10 @@ import torch
 
 from megatron_dapo.algorithms import filter_value
 from megatron_dapo.config import Config
-from megatron_dapo.data.types import Score
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.rollout.agent import AGENTS, Conversation
-from megatron_dapo.rollout.async_engine import Engine
+from megatron_dapo.rollout.client import EngineClient
 from megatron_dapo.rollout.engine import RolloutEngine
 from megatron_dapo.rollout.fleet import Fleet
 from megatron_dapo.runtime.failure import StopRequest
@@ -33,7 +32,7 @@ STORE_BYTES = 100 * 2**20  # nothing of ours lies in Ray's object store
 
 
 @contextmanager
-def own_engines(config: Config, world: int, stop: StopRequest | None) -> Iterator[list[Engine]]:
+def own_engines(config: Config, world: int, stop: StopRequest | None) -> Iterator[list[EngineClient]]:
     """Inside, the driver of an asynchronous mode has engines that are loading, and a Ray for the queue.
 
     Ranks keep to their cores. `stop` is the driver's; the other ranks have none, and no engines.
@@ -59,7 +58,7 @@ def own_engines(config: Config, world: int, stop: StopRequest | None) -> Iterato
         ray.shutdown()
 
 
-def start_engines(config: Config, world: int) -> list[Engine]:
+def start_engines(config: Config, world: int) -> list[EngineClient]:
     """The driver's own engines, on the devices of this host that `split_cores` and the ranks leave."""
     width, cores = config.rollout.tensor_parallel_size, split_cores(config)[1]
     first = 0 if config.trainer.mode == "colocate_async" else world
@@ -94,7 +93,7 @@ def keep_to(cores: Sequence[int], local_world: int) -> None:
     torch.set_num_threads(max(1, len(cores) // local_world))
 
 
-def build_rollouts(config: Config, run: Run, engines: Sequence[Engine]) -> Rollouts:
+def build_rollouts(config: Config, run: Run, engines: Sequence[EngineClient]) -> Rollouts:
     """Over engines that may still be loading; the queue starts in the Ray that this process is connected to."""
     fleet, queue = Fleet(engines), Queue.open(config.trainer.queue_storage_units)
     run.generate = replace(run.generate, group=FleetGroup(fleet), hosts=(0,))
@@ -105,7 +104,7 @@ def build_rollouts(config: Config, run: Run, engines: Sequence[Engine]) -> Rollo
         queue,
         conversation,
         run.reward.score,
-        partial(score_value, metric=filters.metric if filters.enable else "acc"),
+        partial(filter_value, metric=filters.metric if filters.enable else "acc"),
         n=config.rollout.n,
         seed=config.trainer.seed,
         keep_partial=config.rollout.failed_groups == "keep",
@@ -137,11 +136,7 @@ class FleetGroup:
         pass
 
 
-def score_value(score: Score, metric: str) -> float:
-    return filter_value(score, metric)
-
-
-def connect(ranks: Ranks, engines: Sequence[Engine], *, arch: Architecture, transport: str) -> Ranks:
+def connect(ranks: Ranks, engines: Sequence[EngineClient], *, arch: Architecture, transport: str) -> Ranks:
     return connect_rollout(ranks, arch, transport, engines)
 
 

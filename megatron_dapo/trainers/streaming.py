@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron_dapo.data.types import Group
 from megatron_dapo.metrics import Metrics, merge, staleness_metrics
 from megatron_dapo.resharding.push import PushFailed
-from megatron_dapo.rollout.engine import EngineDied
+from megatron_dapo.rollout.client import EngineDied
 from megatron_dapo.trainers import report, stages
 from megatron_dapo.trainers.rollouts import Rollouts
 from megatron_dapo.trainers.run import Run
