@@ -35,6 +35,9 @@ ACTOR_FIELDS = ("response_mask", "advantages", "old_log_probs", "rollout_is_weig
 CRITIC_FIELDS = ("response_mask", "returns", "values")
 
 
+_ROLES = {"update_actor": "actor", "update_critic": "critic", "update_supervised": "sft"}  # as metrics name them
+
+
 @dataclass(frozen=True)
 class MiniBatchRows:
     """The rows of one optimizer step and its global denominators."""
@@ -89,7 +92,7 @@ class Ranks:
             for rank, micro_batches in enumerate(self.dispatcher.shares(rows, plan, present, replay)):
                 shares[rank].append(MiniBatch(micro_batches, mini_batch.normalizer))
         results = self.group.call(method, shares, step=step)
-        return _merge_updates([results[rank] for rank in self.dispatcher.output_ranks()])
+        return _merge_updates(_ROLES[method], [results[rank] for rank in self.dispatcher.output_ranks()])
 
 
 def sequence_lengths(batch: TensorDict) -> Int[Tensor, "b"]:
@@ -310,16 +313,12 @@ def _fields(batch: TensorDict, **fields: Tensor) -> TensorDict:
     return TensorDict(fields, batch_size=batch.batch_size)
 
 
-_ROLE_LOSSES = {"critic": "critic/vf_loss", "sft": "sft/loss"}
-
-
-def _merge_updates(by_rank: Sequence[Sequence[StepResult]]) -> Metrics:
+def _merge_updates(role: str, by_rank: Sequence[Sequence[StepResult]]) -> Metrics:
     """Exact over ranks and micro-batches; a loss is the sum of its shares, then the mean over optimizer steps."""
     metrics: Metrics = {}
     for results in zip(*by_rank, strict=True):
         step = reduce(result.metrics for result in results)
         step = {name: Mean(metric.value, 1) if isinstance(metric, Sum) else metric for name, metric in step.items()}
-        role = next((role for role, loss in _ROLE_LOSSES.items() if loss in step), "actor")
         step |= {f"{role}/grad_norm": Mean(results[0].grad_norm, 1), f"{role}/lr": Last(results[0].lr)}
         metrics = merge(metrics, step)
     return metrics
