@@ -14,7 +14,7 @@ from megatron_dapo.rollout.client import EngineDied
 from megatron_dapo.trainers import report, stages
 from megatron_dapo.trainers.rollouts import Rollouts
 from megatron_dapo.trainers.run import Run
-from megatron_dapo.trainers.sync import is_due, train_on
+from megatron_dapo.trainers.sync import finish_saving, train_on, validate_and_save
 from megatron_dapo.trainers.validation import validate
 
 
@@ -31,17 +31,10 @@ def fit(run: Run, rollouts: Rollouts) -> None:
             groups, metrics = step(run, rollouts, run.step + 1)
             run.step += 1
             metrics = merge(metrics, push_weights(run, rollouts))
-            run.saver.poll()
-            if is_due(run, config.test_freq):
-                metrics = merge(metrics, validate(run))
-            if is_due(run, config.save_freq):
-                with timer.stage("save_checkpoint"):
-                    run.save()
+            metrics = merge(metrics, validate_and_save(run))
         metrics = merge(metrics, rollouts.metrics(timer.seconds["step"], timer.seconds["gen"]))
         report.step(run, groups, metrics)
-    run.saver.finish()
-    if run.stop and run.step not in run.store.steps():
-        run.save()
+    finish_saving(run)
 
 
 def step(run: Run, rollouts: Rollouts, number: int) -> tuple[list[Group], Metrics]:

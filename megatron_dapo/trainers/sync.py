@@ -28,16 +28,9 @@ def fit(run: Run) -> None:
                 metrics = merge(metrics, train_on(run, groups, run.step + 1))
             run.step += 1
             metrics = merge(metrics, push_weights(run))
-            run.saver.poll()
-            if is_due(run, config.trainer.test_freq):
-                metrics = merge(metrics, validate(run))
-            if is_due(run, config.trainer.save_freq):
-                with timer.stage("save_checkpoint"):
-                    run.save()
+            metrics = merge(metrics, validate_and_save(run))
         report.step(run, groups, metrics)
-    run.saver.finish()
-    if run.stop and run.step not in run.store.steps():
-        run.save()
+    finish_saving(run)
 
 
 def sample_groups(run: Run, step: int) -> tuple[list[Group], Metrics]:
@@ -116,6 +109,25 @@ def push_weights(run: Run) -> Metrics:
     """The actor's weights to every engine, as version `run.step`."""
     with run.timer.stage("update_weights"):
         return stages.push_weights(run.ranks, version=run.step)
+
+
+def validate_and_save(run: Run) -> Metrics:
+    """What is due after the step that has just ended; a save under way goes on."""
+    metrics: Metrics = {}
+    run.saver.poll()
+    if is_due(run, run.config.trainer.test_freq):
+        metrics = validate(run)
+    if is_due(run, run.config.trainer.save_freq):
+        with run.timer.stage("save_checkpoint"):
+            run.save()
+    return metrics
+
+
+def finish_saving(run: Run) -> None:
+    """Waits for a save under way; a run that was asked to stop saves its last step."""
+    run.saver.finish()
+    if run.stop and run.step not in run.store.steps():
+        run.save()
 
 
 def is_due(run: Run, every: int) -> bool:
