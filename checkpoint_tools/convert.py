@@ -151,7 +151,7 @@ def _write_file(
     for group in _by_block(tensors):
         values = weights.read_many(group)
         for name in group:
-            stream.add(name, values[name].to(dtypes[name]))
+            stream.add(name, values.pop(name).to(dtypes[name]))  # each is freed as soon as it is written
     stream.close()
     os.rename(part, path)
 
