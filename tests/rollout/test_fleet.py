@@ -1,5 +1,7 @@
-"""A fleet of two real engines: interruption changes nothing."""
+"""A fleet of two real engines: interruption changes nothing, death costs nothing, and none serves without weights."""
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -60,3 +62,20 @@ def test_interruptions_lose_no_token_and_change_none(fleet: Fleet):
         )
         < 1e-4
     )
+
+
+def test_a_dead_engines_requests_go_to_the_other_and_it_comes_back_only_with_weights(fleet: Fleet):
+    requests = tiny_vllm.requests(6, 2, step=1, sampling=GREEDY)
+    expected = generate(fleet, requests).result(60)
+    waiting = generate(fleet, requests)
+    wait_for(lambda: all(seat.load for seat in fleet.seats))
+    os.kill(fleet.seats[0].engine.engine.pid, signal.SIGKILL)
+    assert [one.token_ids for one in waiting.result(30)] == [one.token_ids for one in expected]
+    assert not fleet.seats[0].serving and fleet.restarts == 1
+    wait_for(lambda: fleet.newcomers, 120)
+    generate(fleet, tiny_vllm.requests(2, 2, step=2)).result(60)
+    assert fleet.seats[0].load == 0 and not fleet.seats[0].serving
+    fleet.serve(fleet.wait_loaded())
+    waiting = generate(fleet, tiny_vllm.requests(2, 2, step=3, sampling=GREEDY))
+    wait_for(lambda: fleet.seats[0].load > 0)
+    waiting.result(60)
