@@ -106,7 +106,7 @@ def vllm_worker(server: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "moe"], ids=["dense tied", "mixture"])
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "moe"], ids=["dense tied", "dense untied", "mixture"])
 def test_every_push_arrives_and_a_failed_one_is_told(ranks: Any, kind: str, tmp_path: Path) -> None:
     source = tiny.model_directory(kind)
     changed = []
