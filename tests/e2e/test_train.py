@@ -55,11 +55,11 @@ def test_expert_load_counts_every_token_and_stages_tell_their_speed(reference: P
 @pytest.mark.parametrize(
     "layout",
     [
-        ("parallel.world_size=2", "parallel.expert=2"),
+        ("parallel.world_size=2", "parallel.expert=2", "actor.offload={param: true, grad: true, optimizer: true}"),
         ("parallel.world_size=2", "parallel.expert=1", "parallel.tensor=2", "model.router_replay=R2", OLD_PASS),
         ("parallel.world_size=2", "parallel.expert=1", "parallel.pipeline=2", "model.router_replay=R3"),
     ],
-    ids=["expert 2", "tensor 2, replay R2", "pipeline 2, replay R3"],
+    ids=["expert 2, all offloaded", "tensor 2, replay R2", "pipeline 2, replay R3"],
 )
 def test_a_layout_trains_as_one_rank_does(line: Line, reference: Path, tmp_path: Path, layout):
     """Sampling is chaotic, so rounding may at some step flip a token; the first step's numbers must agree closely."""
@@ -72,7 +72,7 @@ def test_a_layout_trains_as_one_rank_does(line: Line, reference: Path, tmp_path:
 
 def test_a_resumed_run_equals_an_uninterrupted_one_and_both_repeat(line: Line, reference: Path, tmp_path: Path):
     save = ("trainer.save_freq=2", "trainer.max_ckpt_to_keep=1")
-    assert line.train(tmp_path, 1, *ONE_RANK, "trainer.total_training_steps=2", *save) == 0
+    assert line.train(tmp_path, 1, *ONE_RANK, "trainer.total_training_steps=2", "trainer.async_save=true", *save) == 0
     assert line.train(tmp_path, 1, *ONE_RANK, "trainer.total_training_steps=4", *save) == 0
     assert trained(tmp_path) == trained(reference)
     assert [path.name for path in (tmp_path / "checkpoints").glob("global_step_*")] == ["global_step_4"]
