@@ -59,9 +59,11 @@ def line(tmp_path_factory) -> Line:
 
 @pytest.fixture(scope="session")
 def two_ranks(line: Line, tmp_path_factory) -> Path:
-    """Two steps on two expert-parallel ranks under torchrun."""
+    """Two steps on two expert-parallel ranks under torchrun, everything of the actor offloaded while it is not needed."""
     directory = tmp_path_factory.mktemp("two_ranks")
-    assert line.train(directory, 2, "parallel.world_size=2", "parallel.expert=2", "trainer.total_training_steps=2") == 0
+    layout = ("parallel.world_size=2", "parallel.expert=2")
+    offload = "actor.offload={param: true, grad: true, optimizer: true}"
+    assert line.train(directory, 2, *layout, offload, "trainer.total_training_steps=2") == 0
     return directory
 
 
