@@ -63,7 +63,7 @@ def train_on_ray(config: Config) -> None:
         pool = Pool.take(topology.world, bringup_ray.rank_resources())
         group = RayWorkerGroup.start(pool, bringup.build_worker, (config, inputs.total_steps))
         try:
-            drive(config, topology, group, inputs, stop)
+            drive(config, topology, group, inputs, stop, bringup_ray.start_engines(config, pool, group.devices))
         finally:
             group.close()
     if stop:

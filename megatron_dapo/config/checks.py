@@ -241,9 +241,6 @@ def _async_modes(config: Config) -> Problems:
     key, sync = "trainer.parameter_sync_step", trainer.parameter_sync_step
     if trainer.mode != "sync":
         yield from _replay(config)
-        if trainer.runtime == "ray":
-            text = "The asynchronous modes start their engines beside rank 0 and a Ray of their own: set torchrun."
-            yield problem(config, "trainer.runtime", text, "trainer.mode")
     elif config.rollout.agent.name != "single_turn":
         text = "The sync loop generates single turns: use trainer.mode=colocate_async or separate_async."
         yield problem(config, "rollout.agent.name", text, "trainer.mode")

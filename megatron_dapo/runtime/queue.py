@@ -10,6 +10,7 @@ batch, so a snapshot is as large as what is in it. A storage unit that is gone i
 """
 
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from typing import Any, TypeVar
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+
+from megatron_dapo.errors import UserError
 
 T = TypeVar("T")
 Row = dict[str, Tensor]
@@ -48,11 +51,15 @@ class Queue:
 
     @classmethod
     def open(cls, storage_units: int = 1, partition: str = "train") -> "Queue":
-        """Start controller and storage units in the Ray that this process is connected to."""
+        """Start controller and storage units in the Ray that this process is connected to, which has room for one queue.
+
+        Raises UserError where another run's queue stands there.
+        """
         os.environ.update({name: os.environ.get(name, value) for name, value in TIMEOUTS.items()})
         import transfer_queue
         from omegaconf import OmegaConf
 
+        _wait_until_free()
         units = {"backend": {"SimpleStorage": {"num_data_storage_units": storage_units}}}
         transfer_queue.init(OmegaConf.create(units, flags={"allow_objects": True}))
         return cls(partition, ThreadPoolExecutor(8, thread_name_prefix="queue"))
@@ -122,6 +129,24 @@ class Queue:
         except (StorageUnitTimeout, Late) as error:
             reason = str(error) or f"no answer in {DEADLINE:.0f} s"
             raise QueueError(f"TransferQueue {name}: {reason}. A storage unit or the controller is gone") from error
+
+
+def _wait_until_free() -> None:
+    """The package would join a queue that it finds, and mix two runs. That of a run that just died goes by itself."""
+    import ray
+
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        try:
+            ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        except ValueError:
+            return
+        if time.monotonic() > deadline:
+            raise UserError(
+                "this Ray cluster already has a TransferQueue, of another run in an asynchronous mode: wait for its "
+                "end, or give this run a cluster of its own (unset RAY_ADDRESS)"
+            )
+        time.sleep(0.5)
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import Any
 
@@ -126,10 +126,14 @@ class Slot:
     number: int
     resources: Resources
 
+    def shared(self) -> "Slot":
+        """The same place, for another actor beside the one that takes it all."""
+        return replace(self, resources=dict.fromkeys(self.resources, 0.0))
+
     def options(self, **more: Any) -> dict[str, Any]:
         """Options of an actor that takes the whole slot, runs once, and is not started again by Ray."""
         custom = {name: amount for name, amount in self.resources.items() if name not in ("CPU", "GPU")}
-        if self.resources.get("GPU"):  # untested on GPU
+        if "GPU" in self.resources:  # untested on GPU
             more["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
         return {
             "num_cpus": self.resources.get("CPU", 0.0),
@@ -227,6 +231,7 @@ class RayWorkerGroup:
         self._pool, self._actors = pool, list(actors)
         self.size = len(self._actors)
         self.pids: list[int] = []
+        self.devices: list[list[int]] = []  # of each rank: its GPUs, by their numbers on its node
         self._broken = False
 
     @classmethod
@@ -262,8 +267,8 @@ class RayWorkerGroup:
         try:
             port = group._gather([actors[0].free_port.remote()], START_SECONDS, "start")[0]
             place = {"MASTER_PORT": str(port)}
-            devices = group._gather([actor.devices.remote() for actor in actors], START_SECONDS, "start")
-            places = [place | ({"LOCAL_RANK": str(own[0])} if own else {}) for own in devices]
+            group.devices = group._gather([actor.devices.remote() for actor in actors], START_SECONDS, "start")
+            places = [place | ({"LOCAL_RANK": str(own[0])} if own else {}) for own in group.devices]
             building = [actor.build.remote(at, build, arguments) for actor, at in zip(actors, places, strict=True)]
             group.pids = group._gather(building, START_SECONDS, "build")
         except BaseException:

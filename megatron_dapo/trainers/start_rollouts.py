@@ -12,6 +12,7 @@ import torch
 
 from megatron_dapo.algorithms import filter_value
 from megatron_dapo.config import Config
+from megatron_dapo.errors import UserError
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.rollout.agent import AGENTS, Conversation
@@ -35,11 +36,17 @@ STORE_BYTES = 100 * 2**20  # nothing of ours lies in Ray's object store
 def own_engines(config: Config, world: int, stop: StopRequest | None) -> Iterator[list[EngineClient]]:
     """Inside, the driver of an asynchronous mode has engines that are loading, and a Ray for the queue.
 
-    Ranks keep to their cores. `stop` is the driver's; the other ranks have none, and no engines.
+    Ranks keep to their cores. `stop` is the driver's; the other ranks have none, and no engines. Raises UserError for a
+    world of several nodes: engines could only be beside the driver.
     """
     if config.trainer.mode == "sync":
         yield []
         return
+    if (local := int(os.environ.get("LOCAL_WORLD_SIZE", world))) < world:
+        raise UserError(
+            f"trainer.mode={config.trainer.mode} with {world} ranks, {local} of them on this node: across nodes the "
+            "asynchronous modes need trainer.runtime=ray"
+        )
     cores = split_cores(config)[0]
     if stop is None:
         keep_to(cores, world)
