@@ -125,6 +125,11 @@ def processes_of(directory: Path) -> list[str]:
     return [command for _, command in all_processes() if str(directory) in command and "pytest" not in command]
 
 
+def pids(name: str) -> list[int]:
+    """Processes whose command contains this."""
+    return sorted(pid for pid, command in all_processes() if name in command)
+
+
 def all_processes() -> list[tuple[int, str]]:
     found = []
     for entry in Path("/proc").iterdir():

@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Line, trained
-from tests.e2e.test_train import all_processes, processes_of, wait_for_steps
+from tests.e2e.test_train import pids, processes_of, wait_for_steps
 from tests.ray_nodes import nodes
 
 pytestmark = pytest.mark.slow
 START_SECONDS = 500.0  # two raylets, two ranks and an engine, all starting on two busy cores
-
-
-def pids(name: str) -> list[int]:
-    return sorted(pid for pid, command in all_processes() if name in command)
 
 
 def parent(pid: int) -> int:
