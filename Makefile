@@ -1,5 +1,5 @@
 # Everything a developer or a newcomer does. Each target makes the environment first; a second time that costs nothing.
-#   make demo | test | lint | docs | env | lock | clean
+#   make demo | test | test-long | lint | docs | env | lock | clean
 # Variables: PYTHON=python3.12  MCORE=0.19.2  DEVICE=cpu|gpu  EXTRAS="reasoning-gym"  ARGS="-k config"
 
 PYTHON ?=
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 
 export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: env test lint demo docs clean lock
+.PHONY: env test test-long lint demo docs clean lock
 
 env:
 	@python3 requirements/install.py --venv "$(VENV)" --python "$(PYTHON)" --mcore "$(MCORE)" --device $(DEVICE) --extras "$(EXTRAS)"
@@ -23,6 +23,9 @@ demo: env
 
 test: env
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-long: env
+	@$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: env
 	@$(BIN)/ruff check .

@@ -44,6 +44,7 @@ def test_tokens_that_outlive_pushes_and_interruptions_have_the_right_log_probs(l
     assert [line["outcome"] for line in read_ledger(tmp_path / LEDGER_FILE)].count("trained") == 12
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_on_ray_an_engine_in_a_slot_of_its_own_is_replaced_when_it_dies(line: Line, tmp_path: Path):
     steps = ("trainer.total_training_steps=6", "trainer.save_freq=6", "actor.optim.lr=1e-30")
@@ -62,6 +63,7 @@ def test_on_ray_an_engine_in_a_slot_of_its_own_is_replaced_when_it_dies(line: Li
     assert not processes_of(tmp_path) and not pids("ray::EngineActor")
 
 
+@pytest.mark.long
 def test_nothing_is_lost_when_something_is_killed(line: Line, tmp_path: Path):
     """Three of the points of docs/chaos.md; the whole list is `python -m tests.e2e.chaos`."""
     points = [

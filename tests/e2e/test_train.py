@@ -59,7 +59,10 @@ def test_expert_parallel_ranks_train_as_one_does(reference: Path, two_ranks: Pat
 @pytest.mark.parametrize(
     "layout",
     [
-        ("parallel.world_size=2", "parallel.expert=1", "parallel.tensor=2", "model.router_replay=R2", OLD_PASS),
+        pytest.param(
+            ("parallel.world_size=2", "parallel.expert=1", "parallel.tensor=2", "model.router_replay=R2", OLD_PASS),
+            marks=pytest.mark.long,
+        ),
         ("parallel.world_size=2", "parallel.expert=1", "parallel.pipeline=2", "model.router_replay=R3"),
     ],
     ids=["tensor 2, replay R2", "pipeline 2, replay R3"],

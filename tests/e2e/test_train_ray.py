@@ -11,7 +11,7 @@ from tests.e2e.conftest import Line, trained
 from tests.e2e.test_train import pids, processes_of, wait_for_steps
 from tests.ray_nodes import nodes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 START_SECONDS = 500.0  # two raylets, two ranks and an engine, all starting on two busy cores
 
 

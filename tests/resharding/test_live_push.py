@@ -106,7 +106,15 @@ def vllm_worker(server: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "llama", "moe"], ids=["dense tied", "dense untied", "mixture"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "moe",
+        pytest.param("qwen2", marks=pytest.mark.long),
+        pytest.param("llama", marks=pytest.mark.long),
+    ],
+    ids=["mixture", "dense tied", "dense untied"],
+)
 def test_every_push_arrives_and_a_failed_one_is_told(ranks: Any, kind: str, tmp_path: Path) -> None:
     source = tiny.model_directory(kind)
     changed = []

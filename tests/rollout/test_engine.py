@@ -108,7 +108,7 @@ def test_a_refused_request_leaves_the_engine_alive(engine: RolloutEngine) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["worker", "engine"])
+@pytest.mark.parametrize("who", ["worker", pytest.param("engine", marks=pytest.mark.long)])
 def test_death_under_tensor_parallelism_leaves_nothing(who: str) -> None:
     """A worker of two, or the engine's process, is killed: the caller knows within seconds, and shared memory is gone."""
     before = set(os.listdir("/dev/shm"))
