@@ -150,8 +150,8 @@ def all_metrics(batch: TensorDict, counter: m.MoELoadAccumulator, routed: torch.
         m.agreement_metrics(old, batch["rollout_log_probs"], mask),
         m.staleness_metrics([[3, 4]] * rows, 4),
         m.group_metrics(accuracy, groups),
-        m.reward_metrics(accuracy, accuracy, accuracy, [False] * rows),
-        m.push_metrics(0.01, 8_000_000, bound_seconds=0.005, checksum_ok=True),
+        m.reward_metrics(accuracy, accuracy, accuracy),
+        m.push_metrics(0.01, 8_000_000, received=8_000_000, stored=8_000_000),
     ]
     metrics = m.compute(m.reduce(parts))
     counter.add_to_metrics(metrics)

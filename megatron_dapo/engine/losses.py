@@ -79,7 +79,9 @@ def actor_loss(
         if actor.use_kl_loss:
             kl = normalizer(kl_loss(logprob, field["ref_log_prob"], mask, actor.kl_loss_type), mask)
             report["actor/kl_loss"] = Sum(float(kl.detach()))
+            report["actor/kl_coef"] = Mean(actor.kl_loss_coef, 1)
             total = total + actor.kl_loss_coef * kl
+        report["actor/loss"] = Sum(float(total.detach()))
         if fresh and "rollout_log_probs" in field:
             report |= agreement_metrics(logprob.detach(), field["rollout_log_probs"], mask)
             if "entropy" in tokens:

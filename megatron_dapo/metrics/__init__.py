@@ -19,6 +19,7 @@ from megatron_dapo.metrics.stages import group_metrics, push_metrics, reward_met
 from megatron_dapo.metrics.timing import Timer, memory_metrics, throughput_metrics, timing_metrics
 from megatron_dapo.metrics.trackers import Trackers
 from megatron_dapo.metrics.typed import (
+    Correlation,
     ExplainedVariance,
     Histogram,
     Last,
@@ -27,6 +28,7 @@ from megatron_dapo.metrics.typed import (
     Metric,
     Metrics,
     Min,
+    PerLayer,
     Std,
     Sum,
     compute,
@@ -40,6 +42,7 @@ from megatron_dapo.metrics.validation import validation_metrics
 
 __all__ = [
     "METRICS_FILE",
+    "Correlation",
     "Estimate",
     "ExplainedVariance",
     "Histogram",
@@ -54,6 +57,7 @@ __all__ = [
     "MoELoadAccumulator",
     "MoELog",
     "ModelDims",
+    "PerLayer",
     "Placement",
     "Samples",
     "Std",

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from megatron_dapo.metrics.typed import Metrics, PerLayer
+
 CPU_CHUNK = (
     1 << 17
 )  # assignments widened to int64 at once: the scratch stays in cache and does not grow with the tokens
@@ -219,13 +221,13 @@ def routing_disagreement(
     rollout: Int[Tensor, "n layers k"] | np.ndarray,
     training: Int[Tensor, "n layers k"] | np.ndarray,
     prefix: str = "training/moe",
-) -> dict[str, float]:
+) -> Metrics:
     """Share of expert choices that the trainer's router does not share with the rollout's, for the same tokens.
 
     The order within the top-k does not matter. `/layer_{i}`, `/max`, `/avg`; 0 is full agreement. This is what router
     replay brings to zero, and the first place to look when log-probs of an MoE disagree.
     """
-    a, b = _as_tensor(rollout), _as_tensor(training)
+    a, b = (_as_tensor(ids) for ids in (rollout, training))
     if a.shape != b.shape or a.ndim != 3:
         raise ValueError(f"routing of the same tokens must have one shape [n, layers, k]: {a.shape} and {b.shape}")
     n, layers, k = a.shape
@@ -234,9 +236,8 @@ def routing_disagreement(
     shared = torch.zeros(layers, dtype=torch.int64)
     for x, y in zip(a.split(4096), b.split(4096), strict=True):
         shared += (x.long()[..., :, None] == y.long()[..., None, :]).any(-1).sum((0, -1)).cpu()
-    lost = 1 - shared.double() / (n * k)
-    name = f"{prefix}/routing_disagreement"
-    return {f"{name}/layer_{i}": value for i, value in enumerate(lost.tolist())} | _overall(name, lost)
+    lost = (n * k - shared).double()
+    return {f"{prefix}/routing_disagreement": PerLayer(tuple(lost.tolist()), n * k)}
 
 
 def source_distance(rollout: MoELoadAccumulator, training: MoELoadAccumulator) -> dict[str, float]:

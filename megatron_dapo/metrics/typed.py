@@ -145,6 +145,53 @@ class ExplainedVariance:
 
 
 @dataclass(frozen=True)
+class Correlation:
+    """Pearson's correlation of pairs, from the moments of both sides and the sum of the products of their deviations.
+
+    Merges exactly, as `Std` does. Without any spread on one side there is no correlation, and no value.
+    """
+
+    x: Std
+    y: Std
+    cross: Number
+
+    @classmethod
+    def of(cls, x: Num[Tensor, "n"], y: Num[Tensor, "n"]) -> Self:
+        """From pairs; no pairs give an empty metric."""
+        a, b = Std.of(x), Std.of(y)
+        return cls(a, b, ((x.detach().double() - a.mean) * (y.detach().double() - b.mean)).sum())
+
+    def merge(self, other: Self) -> Self:
+        x, y = self.x.merge(other.x), self.y.merge(other.y)
+        both = self.x.count * other.x.count / x.count if x.count else 0.0
+        apart = (other.x.mean - self.x.mean) * (other.y.mean - self.y.mean)
+        return replace(self, x=x, y=y, cross=self.cross + other.cross + apart * both)
+
+    def compute(self) -> dict[str, float]:
+        spread = math.sqrt(float(self.x.m2)) * math.sqrt(float(self.y.m2))
+        return {"": float(self.cross) / spread} if spread > 0 else {}
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """A mean per layer; published as `/layer_{i}`, and `/max` and `/avg` over layers."""
+
+    totals: tuple[float, ...]
+    weight: float
+
+    def merge(self, other: Self) -> Self:
+        totals = tuple(a + b for a, b in zip(self.totals, other.totals, strict=True))
+        return replace(self, totals=totals, weight=self.weight + other.weight)
+
+    def compute(self) -> dict[str, float]:
+        if not self.weight or not self.totals:
+            return {}
+        means = [total / self.weight for total in self.totals]
+        layers = {f"/layer_{i}": mean for i, mean in enumerate(means)}
+        return layers | {"/max": max(means), "/avg": sum(means) / len(means)}
+
+
+@dataclass(frozen=True)
 class Histogram:
     """Counts between fixed edges; published as the quantiles `/p10 /p50 /p90 /p99`, linear within a bin."""
 
@@ -179,7 +226,7 @@ class Histogram:
         return {f"/p{q}": self.quantile(q / 100) for q in (10, 50, 90, 99)}
 
 
-Metric = Sum | Mean | Max | Min | Last | Std | ExplainedVariance | Histogram
+Metric = Sum | Mean | Max | Min | Last | Std | ExplainedVariance | Correlation | PerLayer | Histogram
 Metrics = dict[str, Metric]
 
 

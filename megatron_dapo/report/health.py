@@ -100,10 +100,8 @@ def _broken(run: RunFiles) -> list[Note]:
             found.append(
                 Note("bad", f"{name} is not finite at step {at[0]}" + (f" and {len(at) - 1} more" if at[1:] else ""))
             )
-    if any(value == 0 for _, value in run.series("push/checksum_ok")):
-        found.append(
-            Note("bad", "A weight push failed its checksum: an engine sampled with weights the trainer did not send.")
-        )
+    if failed := sum(value for _, value in run.series("push/failed")):
+        found.append(Note("bad", f"{failed:.0f} weight pushes failed (a dead engine, a checksum) and were repeated."))
     worst = max((value for _, value in run.series("training/rollout_logprob_diff_max")), default=0.0)
     low_precision = run.config.get("model", {}).get("dtype") not in (None, "float32")
     limit = 1.0 if low_precision else 1e-3

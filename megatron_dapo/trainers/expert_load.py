@@ -51,13 +51,15 @@ class RankLoad:
         self._training: Tensor | None = None
 
     def sampled(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Counts the response tokens of what was sampled; hands it on without its routing unless that is needed."""
-        for generation in generations:
-            if generation.routed_experts is not None:
-                self._rollout.update_trajectory(
-                    self._of_moe_layers(generation.routed_experts), len(generation.token_ids)
-                )
-        return list(generations) if self.keep_routing else [replace(one, routed_experts=None) for one in generations]
+        """Counts the response tokens of what was sampled; hands routing on only where it is needed."""
+        return [self._counted(generation) for generation in generations]
+
+    def _counted(self, generation: Generation) -> Generation:
+        routed = generation.routed_experts
+        if routed is not None:
+            routed = self._of_moe_layers(routed)
+            self._rollout.update_trajectory(routed, len(generation.token_ids))
+        return replace(generation, routed_experts=routed if self.keep_routing else None)
 
     def trained(self, counts: Int[Tensor, "layers experts"]) -> None:
         """Adds what this rank's routers chose in one pass."""

@@ -91,6 +91,7 @@ def _trajectory(prompt: Prompt, sample: int, generation: Generation) -> Trajecto
         finish_reason=generation.finish_reason,
         weight_versions=generation.weight_versions,
         routed_experts=generation.routed_experts,
+        speculation=generation.speculation,
     )
 
 

@@ -22,7 +22,17 @@ from megatron_dapo.data.batch import ragged
 from megatron_dapo.engine.engine import StepResult
 from megatron_dapo.engine.losses import Normalizer
 from megatron_dapo.errors import UserError
-from megatron_dapo.metrics import Last, Mean, Metrics, Sum, agreement_metrics, merge, push_metrics, reduce
+from megatron_dapo.metrics import (
+    Last,
+    Mean,
+    Metrics,
+    Sum,
+    agreement_metrics,
+    merge,
+    push_metrics,
+    reduce,
+    routing_disagreement,
+)
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.tables import hf_shapes
 from megatron_dapo.parallel.capabilities import capabilities
@@ -122,8 +132,31 @@ def old_log_prob(ranks: Ranks, config: Config, batch: TensorDict) -> tuple[Tenso
         metrics["actor/entropy"] = Mean((outputs["entropy"] * batch["response_mask"]).sum(), tokens)
     added = _fields(batch, **outputs)
     if mode == "R2":
-        added["old_routing"] = ragged(ranks.routing(batch, ACTOR))
+        routing = ranks.routing(batch, ACTOR)
+        added["old_routing"] = ragged(routing)
+        metrics |= routing_agreement(batch, routing)
     return added, metrics
+
+
+def routing_agreement(batch: TensorDict, recorded: Sequence[Int[Tensor, "n layers k"]]) -> Metrics:
+    """`training/moe/routing_disagreement/*` over the response tokens that the rollout engine fed through its model.
+
+    `recorded` is the routing of each row in the old-log-prob pass. Nothing without `rollout_routing` in the batch.
+    """
+    if "rollout_routing" not in batch:
+        return {}
+    sampled, trained = [], []
+    for rollout, ours, prompt, response in zip(
+        batch["rollout_routing"],
+        recorded,
+        batch["prompt_length"].tolist(),
+        batch["response_length"].tolist(),
+        strict=True,
+    ):
+        fed = max(0, response - 1)  # the last token was sampled and never fed
+        sampled.append(rollout[len(rollout) - fed :])
+        trained.append(ours[prompt : prompt + fed])
+    return routing_disagreement(torch.cat(sampled), torch.cat(trained))
 
 
 def replayed(config: Config, batch: TensorDict) -> str | None:
@@ -299,13 +332,11 @@ def push_weights(ranks: Ranks, version: int) -> Metrics:
     reasons = [error for error in errors if error is not None] + [reason for one in pushed for reason in one.reasons]
     if reasons:
         raise PushFailed(reasons, [engine for engine, error in enumerate(errors) if error is not None])
-    # a slice that does not arrive as it was sent fails the push, so getting here means that all checksums agreed
     return push_metrics(
         time.perf_counter() - start,
         sum(one.sent for one in pushed),
         received=sum(one.received for one in pushed) + sum(map(received_bytes, taking)),
         stored=route.stored,
-        checksum_ok=True,
     )
 
 

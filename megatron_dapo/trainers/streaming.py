@@ -8,7 +8,7 @@ The stages of an update are those of the sync loop.
 from dataclasses import replace
 
 from megatron_dapo.data.types import Group
-from megatron_dapo.metrics import Metrics, merge, staleness_metrics
+from megatron_dapo.metrics import Metrics, Sum, merge, staleness_metrics
 from megatron_dapo.resharding.push import PushFailed
 from megatron_dapo.rollout.client import EngineDied
 from megatron_dapo.trainers import report, stages
@@ -76,6 +76,7 @@ def push_weights(run: Run, rollouts: Rollouts) -> Metrics:
     """The actor's weights, as version `run.step`, to every living engine; none serves without them."""
     with run.timer.stage("update_weights"):
         rollouts.fleet.wake("weights")
+        failed = 0
         while True:
             engines = rollouts.fleet.wait_loaded()
             try:
@@ -86,8 +87,9 @@ def push_weights(run: Run, rollouts: Rollouts) -> Metrics:
                 run.ranks = replace(run.ranks, engines=())
                 if all(engine.alive for engine in engines):
                     raise
+                failed += 1
             else:
                 break
         rollouts.fleet.serve(engines)
         rollouts.fleet.release()
-    return metrics
+    return {**metrics, "push/failed": Sum(failed)}

@@ -1,7 +1,12 @@
 """Validation during training: held-out prompts, sampled or greedy, through the same engines and verifiers."""
 
+from collections.abc import Sequence
+
+import torch
+
+from megatron_dapo.data.types import Group
 from megatron_dapo.evaluation.summary import scored_metrics
-from megatron_dapo.metrics import Metrics
+from megatron_dapo.metrics import Mean, Metrics, stats
 from megatron_dapo.trainers.generation import score_groups
 from megatron_dapo.trainers.run import Run
 
@@ -21,4 +26,12 @@ def validate(run: Run) -> Metrics:
             trajectories = run.generate(prompts, n, run.validation_sampling, step=-1)
             groups += score_groups(run.reward, prompts, trajectories)
     rows = [(group.prompt, score) for group in groups for score in group.scores]
-    return scored_metrics([prompt for prompt, _ in rows], [score for _, score in rows])
+    return scored_metrics([prompt for prompt, _ in rows], [score for _, score in rows]) | _lengths(groups)
+
+
+def _lengths(groups: Sequence[Group]) -> Metrics:
+    """`val-aux/response_length/*` of the responses that were scored."""
+    made = [one for group in groups for one in group.trajectories]
+    clipped = sum(one.finish_reason == "length" for one in made)
+    lengths = torch.tensor([len(one.response_ids) for one in made])
+    return stats("val-aux/response_length", lengths) | {"val-aux/response_length/clip_ratio": Mean(clipped, len(made))}

@@ -110,10 +110,10 @@ class Worker(SupervisedWorker):
         self._writes = AsyncCallsQueue()
         self._pushing = ExitStack()  # keeps the actor on the device from a push's first part to its last
         counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
-        replays = config.model.router_replay == "R3"
-        self.expert_load = RankLoad(arch, keep_routing=replays) if counted else None
+        replays = config.model.router_replay  # R2: the driver compares both sides' routing
+        self.expert_load = RankLoad(arch, keep_routing=replays != "none") if counted else None
         self.rollout = start_rollout(
-            config, topology, rank, routed_experts=counted or replays
+            config, topology, rank, routed_experts=counted or replays == "R3"
         )  # its process loads while Megatron is being built
         self.engines = build_engines(config, arch, topology, total_steps)
         self.offloads = {role: Offload(engine, offload_of(config, role)) for role, engine in self.engines.items()}

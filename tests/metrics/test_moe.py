@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.metrics import MoELoadAccumulator, routing_disagreement, source_distance
+from megatron_dapo.metrics import MoELoadAccumulator, compute, merge, routing_disagreement, source_distance
 from megatron_dapo.metrics.moe import CPU_CHUNK, balance
 
 L, E, K = 2, 4, 2
@@ -186,13 +186,15 @@ def test_scratch_memory_does_not_grow_with_the_tokens(monkeypatch):
 def test_routing_disagreement_ignores_order_and_names_layers():
     a = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [2, 3]]])
     b = torch.tensor([[[1, 0], [2, 0]], [[1, 0], [1, 0]]], dtype=torch.uint8)
-    got = routing_disagreement(a, b)
+    got = compute(routing_disagreement(a, b))
     assert got == {
         "training/moe/routing_disagreement/layer_0": 0.0,
         "training/moe/routing_disagreement/layer_1": 0.75,
         "training/moe/routing_disagreement/max": 0.75,
         "training/moe/routing_disagreement/avg": 0.375,
     }
+    halves = merge(routing_disagreement(a[:1], b[:1]), routing_disagreement(a[1:], b[1:]))
+    assert compute(halves) == got
     assert routing_disagreement(a[:0], b[:0]) == {}
     with pytest.raises(ValueError, match="one shape"):
         routing_disagreement(a, b[:1])

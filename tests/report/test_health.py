@@ -20,7 +20,7 @@ def run_of(tmp_path, columns: dict, config: str = ""):
     ("columns", "level", "words"),
     [
         ({"actor/grad_norm": [1.0, "NaN", "Infinity"]}, "bad", "actor/grad_norm is not finite at step 2 and 1 more"),
-        ({"push/checksum_ok": [1.0, 0.0]}, "bad", "checksum"),
+        ({"push/failed": [0.0, 1.0]}, "bad", "checksum"),
         ({"training/rollout_logprob_diff_max": [1e-5, 0.02]}, "bad", "disagree by up to 0.02"),
         ({"actor/entropy": [1.0] * 10 + [0.01] * 10}, "warn", "Entropy fell"),
         ({"critic/score/mean": [0.5] * 10 + [0.4] * 10}, "warn", "did not rise"),
@@ -43,7 +43,7 @@ def test_low_precision_may_differ_more(tmp_path):
 
 
 def test_worst_comes_first(tmp_path):
-    found = notes(run_of(tmp_path, {"actor/pg_clipfrac": [0.5], "push/checksum_ok": [0.0]}))
+    found = notes(run_of(tmp_path, {"actor/pg_clipfrac": [0.5], "push/failed": [1.0]}))
     assert [note.level for note in found] == ["bad", "warn"]
 
 
