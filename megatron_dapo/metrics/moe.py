@@ -104,11 +104,12 @@ class MoELoadAccumulator:
         for part in flat.split(CPU_CHUNK if flat.device.type == "cpu" else GPU_CHUNK):
             self._add(part, torch.tensor(layer * self.num_experts, device=part.device).expand(part.shape))
 
-    def add_counts(self, counts: Int[Tensor, "layers experts"]) -> None:
-        """Adds counts made elsewhere, e.g. by the ranks."""
+    def add_counts(self, counts: Int[Tensor, "layers experts"], invalid: int = 0) -> None:
+        """Adds counts made elsewhere, e.g. by the ranks, and how many ids were skipped there."""
         if self.counts.shape != counts.shape:
             raise ValueError(f"counts {tuple(self.counts.shape)} and {tuple(counts.shape)} cannot be added")
         self._cells[:-1] += counts.flatten().cpu()
+        self._cells[-1] += invalid
 
     def merge(self, other: Self) -> None:
         """Adds another accumulator's counts (of a rank, a micro-batch, a rollout engine)."""
@@ -146,6 +147,10 @@ class MoELoadAccumulator:
         """Forgets the counts, keeping them only as what the next report's drift is measured from."""
         if self.counts.any():
             self._previous = self.counts.clone()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the counts as if they had never been: drift is measured from what was reported before."""
         self._cells = torch.zeros_like(self._cells)
         self._seen.clear()
 

@@ -146,7 +146,13 @@ def _lengths(run: RunFiles) -> list[Note]:
 
 
 def _experts(run: RunFiles) -> list[Note]:
+    found = []
+    for source in ("rollout", "training"):
+        if silent := [step for step, value in run.series(f"{source}/moe/routed_experts_found") if value == 0]:
+            found.append(Note("warn", f"No expert choices came from {source} at step {silent[0]}: loads are unknown."))
+        if wrong := sum(value for _, value in run.series(f"{source}/moe/invalid_assignments")):
+            found.append(Note("bad", f"{wrong:,.0f} expert ids of {source} are out of range: routing is misread."))
     cost = start_and_end(run, "rollout/moe/gpu_load/max_over_mean")
     if cost and cost[1] > 1.5:
-        return [Note("warn", f"Uneven experts cost a factor of {cost[1]:.2f} in expert layers; see “Experts”.")]
-    return []
+        found.append(Note("warn", f"Uneven experts cost a factor of {cost[1]:.2f} in expert layers; see “Experts”."))
+    return found

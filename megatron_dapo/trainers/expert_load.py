@@ -4,6 +4,7 @@ Ranks count what their engine sampled and what their routers chose, so that rout
 choice) travels no further than it must; the driver adds the counts up.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,14 +35,21 @@ ROLLOUT, TRAINING = "rollout", "training"
 
 @dataclass(frozen=True)
 class Counts:
-    """One rank's share since it was last asked, `[layers, experts]`; None where it has no such source."""
+    """One rank's share since it was last asked, `[layers, experts]`; None where it had nothing to count.
+
+    All zeros: there were tokens, but nothing told where they went. `invalid`: ids of the rollout that are no expert's.
+    """
 
     rollout: Int[Tensor, "layers experts"] | None
     training: Int[Tensor, "layers experts"] | None
+    invalid: int = 0
 
 
 class RankLoad:
-    """A rank's side: counts its engine's samples and its routers' choices until the driver takes them."""
+    """A rank's side: counts its engine's samples and its routers' choices until the driver takes them.
+
+    The driver has one too, for the engines that no rank hosts. Samples may be counted from several threads at once.
+    """
 
     def __init__(self, arch: Architecture, *, keep_routing: bool) -> None:
         assert arch.mixture is not None, "a dense model routes nothing"
@@ -49,17 +57,22 @@ class RankLoad:
         self.keep_routing = keep_routing
         self._rollout = MoELoadAccumulator(len(self.moe_layers), arch.mixture.experts)
         self._training: Tensor | None = None
+        self._sampled = False
+        self._lock = threading.Lock()
 
     def sampled(self, generations: Sequence[Generation]) -> list[Generation]:
         """Counts the response tokens of what was sampled; hands routing on only where it is needed."""
-        return [self._counted(generation) for generation in generations]
+        return [replace(one, routed_experts=self.count(one.routed_experts, len(one.token_ids))) for one in generations]
 
-    def _counted(self, generation: Generation) -> Generation:
-        routed = generation.routed_experts
-        if routed is not None:
+    def count(self, routed: np.ndarray | None, response_length: int) -> np.ndarray | None:
+        """Counts the response tokens of one sample; what of its routing is to be handed on, if anything."""
+        with self._lock:
+            self._sampled = self._sampled or response_length > 1  # a single token is never fed, so it has no routing
+            if routed is None:
+                return None
             routed = self._of_moe_layers(routed)
-            self._rollout.update_trajectory(routed, len(generation.token_ids))
-        return replace(generation, routed_experts=routed if self.keep_routing else None)
+            self._rollout.update_trajectory(routed, response_length)
+        return routed if self.keep_routing else None
 
     def trained(self, counts: Int[Tensor, "layers experts"]) -> None:
         """Adds what this rank's routers chose in one pass."""
@@ -67,10 +80,11 @@ class RankLoad:
 
     def take(self) -> Counts:
         """What was counted since the last time."""
-        rollout = self._rollout.counts.clone() if self._rollout.counts.any() else None
-        taken = Counts(rollout, self._training)
-        self._rollout.reset()
-        self._training = None
+        with self._lock:
+            rollout = self._rollout.counts.clone() if self._sampled else None
+            taken = Counts(rollout, self._training, self._rollout.invalid)
+            self._rollout.reset()
+            self._training, self._sampled = None, False
         return taken
 
     def _of_moe_layers(self, routed: np.ndarray) -> np.ndarray:
@@ -83,7 +97,10 @@ class ExpertLoad:
     """The driver's side: balance of both sources every step, and a report in `moe.jsonl` every so many steps."""
 
     def __init__(self, arch: Architecture, topology: Topology, directory: Path, every: int) -> None:
+        """`own`: what counts the samples of engines that no rank hosts, to be set where there are some."""
         assert arch.mixture is not None, "a dense model routes nothing"
+        self.own: RankLoad | None = None
+        self._expected: set[str] = set()  # sources that had tokens in this step
         shape = len(arch.mixture.layers), arch.mixture.experts
         self.placement = training_placement(arch, topology)
         self.every = every
@@ -93,11 +110,19 @@ class ExpertLoad:
 
     def collect(self, group: WorkerGroup) -> None:
         """Adds what all ranks counted since the last time."""
-        for counts in group.call("take_expert_load"):
-            for source, of_rank in ((ROLLOUT, counts.rollout), (TRAINING, counts.training)):
+        for counts in [*group.call("take_expert_load"), *([self.own.take()] if self.own is not None else [])]:
+            for source, of_rank, invalid in ((ROLLOUT, counts.rollout, counts.invalid), (TRAINING, counts.training, 0)):
                 if of_rank is not None:
-                    self._sources[source].add_counts(of_rank)
+                    self._expected.add(source)
+                    self._sources[source].add_counts(of_rank, invalid)
                     self._since_report[source].add_counts(of_rank)
+
+    def drop(self, group: WorkerGroup) -> None:
+        """Forgets what was counted so far: it belongs to no step."""
+        self.collect(group)
+        for counter in (*self._sources.values(), *self._since_report.values()):
+            counter.clear()
+        self._expected.clear()
 
     def step(self, group: WorkerGroup, step: int, *, last: bool) -> Metrics:
         """The metrics of the step that ends, and its report where one is due."""
@@ -105,10 +130,11 @@ class ExpertLoad:
         values: dict[str, float] = {}
         if all(counter.counts.any() for counter in self._sources.values()):
             values |= source_distance(self._sources[ROLLOUT], self._sources[TRAINING])
-        for counter in self._sources.values():
-            if counter.counts.any():
-                values |= placement_metrics(counter.counts.numpy(), self.placement, counter.prefix)
-                counter.add_to_metrics(values)
+        for source in sorted(self._expected):
+            counter = self._sources[source]
+            values |= placement_metrics(counter.counts.numpy(), self.placement, counter.prefix)
+            counter.add_to_metrics(values)
+        self._expected.clear()
         if step == 1 or step % self.every == 0 or last:
             self._write(step)
         return {name: Last(value) for name, value in values.items()}

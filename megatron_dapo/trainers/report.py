@@ -116,6 +116,17 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
             _print_samples(run, groups[0])
 
 
+def begin(run: Run, metrics: Metrics) -> None:
+    """Before the first step: its metrics, if any, as those of step 0; what was timed and counted is in no step."""
+    if metrics:
+        log(run, 0, metrics)
+    run.timer.pop()
+    run.reward.take_counts()
+    run.reward.take_seconds()
+    if run.expert_load is not None:
+        run.expert_load.drop(run.ranks.group)
+
+
 def log(run: Run, step: int, metrics: Metrics) -> None:
     """Plain numbers to every tracker."""
     values = compute({**metrics, "training/global_step": Last(step), "training/total_steps": Last(run.total_steps)})

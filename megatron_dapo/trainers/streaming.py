@@ -24,8 +24,7 @@ def fit(run: Run, rollouts: Rollouts) -> None:
     if run.step == 0:
         rollouts.ledger.start_over()
     push_weights(run, rollouts)
-    if config.val_before_train and run.step == 0:
-        report.log(run, 0, validate(run))
+    report.begin(run, validate(run) if config.val_before_train and run.step == 0 else {})
     while run.step < run.total_steps and not run.stop:
         with timer.stage("step"):
             groups, metrics = step(run, rollouts, run.step + 1)
@@ -52,8 +51,7 @@ def step(run: Run, rollouts: Rollouts, number: int) -> tuple[list[Group], Metric
 
 def step_once(run: Run, rollouts: Rollouts, number: int, count: int) -> tuple[list[Group], Metrics]:
     """One local update on `count` whole groups, the oldest that are complete and not too old."""
-    with run.timer.stage("gen"):  # the trainer's idle time
-        groups = sample_groups(run, rollouts, count)
+    groups = sample_groups(run, rollouts, count)
     if not groups:  # where dynamic sampling may skip a step
         return [], {}
     versions = [one.weight_versions for group in groups for one in group.trajectories]
@@ -65,11 +63,13 @@ def step_once(run: Run, rollouts: Rollouts, number: int, count: int) -> tuple[li
 
 def sample_groups(run: Run, rollouts: Rollouts, count: int) -> list[Group]:
     """Waits for the groups, and meanwhile for engines that died and come back in need of weights."""
-    while (uids := rollouts.poll(count)) is None:
-        rollouts.fleet.sweep()
+    while True:
+        with run.timer.stage("gen"):  # the trainer's idle time
+            if (uids := rollouts.poll(count)) is not None:
+                return rollouts.read(uids)
+            rollouts.fleet.sweep()
         if rollouts.fleet.newcomers:
             push_weights(run, rollouts)
-    return rollouts.read(uids)
 
 
 def push_weights(run: Run, rollouts: Rollouts) -> Metrics:

@@ -109,12 +109,9 @@ class Worker(SupervisedWorker):
         self._storages: dict[str, Tensor] = {}
         self._writes = AsyncCallsQueue()
         self._pushing = ExitStack()  # keeps the actor on the device from a push's first part to its last
-        counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
-        replays = config.model.router_replay  # R2: the driver compares both sides' routing
-        self.expert_load = RankLoad(arch, keep_routing=replays != "none") if counted else None
-        self.rollout = start_rollout(
-            config, topology, rank, routed_experts=counted or replays == "R3"
-        )  # its process loads while Megatron is being built
+        self.expert_load = rank_load(config, arch)
+        # its process loads while Megatron is being built
+        self.rollout = start_rollout(config, topology, rank, routed_experts=tells_routing(config, arch))
         self.engines = build_engines(config, arch, topology, total_steps)
         self.offloads = {role: Offload(engine, offload_of(config, role)) for role, engine in self.engines.items()}
 
@@ -286,6 +283,22 @@ def policy_loss_config(config: Config) -> PolicyLossConfig:
 def correction_config(config: Config) -> RolloutCorrectionConfig:
     """The rollout correction of this run, in the words of the algorithms."""
     return RolloutCorrectionConfig(**config.algorithm.rollout_correction.model_dump(exclude={"preset"}))
+
+
+def rank_load(config: Config, arch: Architecture) -> RankLoad | None:
+    """What counts expert load beside an engine; None for a dense model, or where nobody wants to know.
+
+    Under router replay routing is handed on: R3 follows it, R2 compares it with the trainer's own.
+    """
+    if arch.mixture is None or config.trainer.log_expert_load_every <= 0:
+        return None
+    return RankLoad(arch, keep_routing=config.model.router_replay != "none")
+
+
+def tells_routing(config: Config, arch: Architecture) -> bool:
+    """Whether rollout engines must tell every token's experts: to be counted or followed."""
+    counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
+    return counted or config.model.router_replay == "R3"
 
 
 def start_rollout(config: Config, topology: Topology, rank: int, *, routed_experts: bool) -> RolloutEngine | None:

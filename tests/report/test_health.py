@@ -28,6 +28,8 @@ def run_of(tmp_path, columns: dict, config: str = ""):
         ({"actor/grad_norm": [1.0, 1.2, 900.0, 1.1]}, "warn", "jumped to 900 at step 3 (median 1.1)"),
         ({"actor/pg_clipfrac": [0.5]}, "warn", "50% of tokens are clipped"),
         ({"response_length/clip_ratio": [0.3]}, "warn", "30% of responses hit"),
+        ({"rollout/moe/routed_experts_found": [1.0, 0.0]}, "warn", "No expert choices came from rollout at step 2"),
+        ({"rollout/moe/invalid_assignments": [3.0]}, "bad", "3 expert ids of rollout"),
         ({"rollout/moe/gpu_load/max_over_mean": [2.0]}, "warn", "factor of 2.00"),
         ({"actor/entropy": [1.0, 0.9]}, "good", "Nothing stands out"),
     ],
