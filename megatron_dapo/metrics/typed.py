@@ -94,20 +94,24 @@ class Last:
 
 @dataclass(frozen=True)
 class Std:
-    """Population standard deviation from count, mean and squared deviations (Chan et al. 1979: merges exactly)."""
+    """Standard deviation from count, mean and squared deviations (Chan et al. 1979: merges exactly).
+
+    Of a population, or with `correction` 1 of a sample, where that of a single value is 0.
+    """
 
     count: Number
     mean: Number
     m2: Number
+    correction: int = 0
 
     @classmethod
-    def of(cls, values: Num[Tensor, "..."]) -> Self:
+    def of(cls, values: Num[Tensor, "..."], correction: int = 0) -> Self:
         """From any values; an empty tensor gives an empty metric."""
         flat = values.detach().double().flatten()
         if flat.numel() == 0:
-            return cls(0.0, 0.0, 0.0)
+            return cls(0.0, 0.0, 0.0, correction)
         mean = flat.mean()
-        return cls(float(flat.numel()), mean, (flat - mean).square().sum())
+        return cls(float(flat.numel()), mean, (flat - mean).square().sum(), correction)
 
     def merge(self, other: Self) -> Self:
         count = self.count + other.count
@@ -121,10 +125,25 @@ class Std:
         )
 
     def variance(self) -> float:
-        return float(self.m2) / float(self.count)
+        return float(self.m2) / max(1.0, float(self.count) - self.correction)
 
     def compute(self) -> dict[str, float]:
         return {"": math.sqrt(self.variance())} if self.count else {}
+
+
+@dataclass(frozen=True)
+class EffectiveShare:
+    """Effective sample size of importance weights over their number: (Σw)² / (n·Σw²), 1 when all are equal."""
+
+    weights: Std
+
+    def merge(self, other: Self) -> Self:
+        return replace(self, weights=self.weights.merge(other.weights))
+
+    def compute(self) -> dict[str, float]:
+        square = float(self.weights.mean) ** 2
+        power = square + self.weights.variance()
+        return {"": square / power} if power > 0 else {}
 
 
 @dataclass(frozen=True)
@@ -226,7 +245,7 @@ class Histogram:
         return {f"/p{q}": self.quantile(q / 100) for q in (10, 50, 90, 99)}
 
 
-Metric = Sum | Mean | Max | Min | Last | Std | ExplainedVariance | Correlation | PerLayer | Histogram
+Metric = Sum | Mean | Max | Min | Last | Std | EffectiveShare | ExplainedVariance | Correlation | PerLayer | Histogram
 Metrics = dict[str, Metric]
 
 

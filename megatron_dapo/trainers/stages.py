@@ -28,6 +28,7 @@ from megatron_dapo.metrics import (
     Metrics,
     Sum,
     agreement_metrics,
+    measured,
     merge,
     push_metrics,
     reduce,
@@ -213,12 +214,12 @@ def advantages(
     if algorithm.use_kl_in_reward:
         rewards, penalty = rewards_after_kl(config, batch, kl.value)
         kl.update(penalty["actor/reward_kl_penalty"], len(batch))
-        metrics |= {name: Mean(value, 1) for name, value in penalty.items()}
+        metrics |= {name: Mean(value * len(batch), len(batch)) for name, value in penalty.items()}  # means over rows
     added = {"token_level_rewards": rewards, "loss_mask": mask}
     correction = correction_config(config)
     if not correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
         corrected = correct_rollout(correction, batch["old_log_probs"], batch["rollout_log_probs"], mask)
-        metrics |= {name: Mean(value, 1) for name, value in corrected.metrics.items()}
+        metrics |= measured(corrected.metrics)
         mask = corrected.mask
         added["loss_mask"] = added["loss_mask"] if correction.count_rejected else mask
         if corrected.weights is not None:
