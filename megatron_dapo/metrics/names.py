@@ -171,7 +171,7 @@ SPEED = Family(
         Name("perf/tflops/<stage>", "TFLOP/s/GPU", "up", "Model FLOPs per second and device, by true architecture."),
         Name("perf/mfu/<stage>", "ratio", "up", "Share of the device's bf16 peak; recomputation does not count."),
         Name("perf/max_memory_{allocated,reserved}_gb", "GiB", "", "Peak device memory of the fullest rank."),
-        Name("perf/cpu_memory_used_gb", "GiB", "", "Peak resident memory of the largest process."),
+        Name("perf/cpu_memory_used_gb", "GiB", "", "Peak resident memory of the largest rank, or of the driver."),
         Name("push/seconds", "s", "down", "Pushing the weights into the rollout engines."),
         Name("push/seconds_max", "s", "down", "The slowest push."),
         Name("push/bytes", "bytes", "down", "Bytes that the trainer's ranks sent."),

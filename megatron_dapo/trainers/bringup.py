@@ -186,7 +186,9 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         kl=kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon),
         trackers=Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json")),
         dump=RolloutDump(config, inputs.tokenizer),
-        expert_load=ExpertLoad(arch, topology, directory, every) if arch.mixture is not None and every > 0 else None,
+        expert_load=None
+        if arch.mixture is None or every <= 0
+        else ExpertLoad(arch, topology, directory, every, max(group.call("ranks_per_node"))),
         store=store,
         saver=Saver(group, store, config.trainer.async_save),
         total_steps=inputs.total_steps,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -96,13 +95,15 @@ class RankLoad:
 class ExpertLoad:
     """The driver's side: balance of both sources every step, and a report in `moe.jsonl` every so many steps."""
 
-    def __init__(self, arch: Architecture, topology: Topology, directory: Path, every: int) -> None:
+    def __init__(
+        self, arch: Architecture, topology: Topology, directory: Path, every: int, ranks_per_node: int | None = None
+    ) -> None:
         """`own`: what counts the samples of engines that no rank hosts, to be set where there are some."""
         assert arch.mixture is not None, "a dense model routes nothing"
         self.own: RankLoad | None = None
         self._expected: set[str] = set()  # sources that had tokens in this step
         shape = len(arch.mixture.layers), arch.mixture.experts
-        self.placement = training_placement(arch, topology)
+        self.placement = training_placement(arch, topology, ranks_per_node or topology.world)
         self.every = every
         self._sources = {source: MoELoadAccumulator(*shape, prefix=f"{source}/moe") for source in (ROLLOUT, TRAINING)}
         self._since_report = {source: MoELoadAccumulator(*shape) for source in (ROLLOUT, TRAINING)}
@@ -159,8 +160,8 @@ class ExpertLoad:
         self._log.close()
 
 
-def training_placement(arch: Architecture, topology: Topology) -> Placement:
-    """Where the trainer keeps the experts of each mixture layer."""
+def training_placement(arch: Architecture, topology: Topology, ranks_per_node: int) -> Placement:
+    """Where the trainer keeps the experts of each mixture layer; the driver's own devices say nothing of the ranks'."""
     assert arch.mixture is not None
     number = {layer: index for index, layer in enumerate(arch.mixture.layers)}
     stages: list[list[int]] = [[] for _ in range(topology.pipeline)]
@@ -173,5 +174,5 @@ def training_placement(arch: Architecture, topology: Topology) -> Placement:
         expert=topology.expert,
         expert_tensor=topology.etp,
         stage_layers=stages,
-        gpus_per_node=min(topology.world, torch.cuda.device_count() or topology.world),
+        gpus_per_node=ranks_per_node,
     )

@@ -17,6 +17,7 @@ from megatron_dapo.metrics import (
     group_metrics,
     memory_metrics,
     merge,
+    reduce,
     reward_metrics,
     sequence_balance_metrics,
     source_metrics,
@@ -101,9 +102,9 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
     prompts = sum(len(group.prompt.token_ids) * len(group.trajectories) for group in groups)
     total = responses + prompts
     metrics = merge(metrics, timing_metrics(seconds, responses, total))
-    metrics = merge(metrics, throughput_metrics(total, seconds["step"], run.ranks.group.size))
+    metrics = merge(metrics, throughput_metrics(total, seconds["step"], devices(run)))
     metrics = merge(metrics, stage_efficiency(run.arch, run.config, groups, seconds, run.ranks.group.size))
-    metrics = merge(metrics, memory_metrics())
+    metrics = merge(metrics, reduce([memory_metrics(), *run.ranks.group.call("memory")]))
     metrics = merge(metrics, verifier_metrics(run.reward.take_counts(), run.reward.take_seconds()))
     if run.expert_load is not None:
         metrics = merge(metrics, run.expert_load.step(run.ranks.group, run.step, last=run.step == run.total_steps))
@@ -114,6 +115,13 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
         every = run.config.trainer.log_samples_every
         if every > 0 and (run.step % every == 0 or run.step == 1):
             _print_samples(run, groups[0])
+
+
+def devices(run: Run) -> int:
+    """Of the ranks, and of engines that have devices of their own."""
+    rollout = run.config.rollout
+    apart = run.config.trainer.mode == "separate_async"
+    return run.ranks.group.size + (rollout.engines or 1) * rollout.tensor_parallel_size * apart
 
 
 def begin(run: Run, metrics: Metrics) -> None:

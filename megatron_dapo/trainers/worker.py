@@ -24,6 +24,7 @@ from megatron_dapo.engine.losses import Normalizer, actor_loss, critic_loss, sup
 from megatron_dapo.engine.offload import Offload
 from megatron_dapo.engine.random_state import load_random_state, save_random_state
 from megatron_dapo.engine.routing import RowRouting
+from megatron_dapo.metrics import Metrics, memory_metrics
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.export import export_hf
 from megatron_dapo.models.storage import storages
@@ -141,6 +142,14 @@ class Worker(SupervisedWorker):
                 engine.train_step(batch.micro_batches, critic_loss(self.config.critic, batch.normalizer), ["values"])
                 for batch in mini_batches
             ]
+
+    def ranks_per_node(self) -> int:
+        """How many ranks stand on this rank's node, as its launcher says; all of them where none does."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.topology.world))
+
+    def memory(self) -> Metrics:
+        """Peak memory of this rank's device and process, see `memory_metrics`."""
+        return memory_metrics()
 
     def hosts_engine(self) -> bool:
         """Whether a rollout engine lives on this rank."""

@@ -117,9 +117,9 @@ def test_drift_is_measured_across_a_resumption(tmp_path):
 
 
 def test_pipeline_stages_hold_their_own_layers():
-    placement = training_placement(
-        ARCH, Topology(world=4, pipeline=2, expert=2, first_stage_layers=2, last_stage_layers=1)
-    )
+    topology = Topology(world=4, pipeline=2, expert=2, first_stage_layers=2, last_stage_layers=1)
+    placement = training_placement(ARCH, topology, ranks_per_node=2)
+    assert placement.node == (0, 0, 1, 1)
     assert placement.holds.tolist() == [[True, True, False, False], [False, False, True, True]]
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from megatron_dapo.config import load_config
 from megatron_dapo.data.batch import to_batch
 from megatron_dapo.data.types import Group, Prompt, Score, Trajectory
-from megatron_dapo.metrics import Timer, compute
+from megatron_dapo.metrics import Max, Timer, compute
 from megatron_dapo.metrics.names import undocumented
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.runtime.group import LocalWorkerGroup
@@ -14,6 +14,7 @@ from megatron_dapo.trainers import report
 from megatron_dapo.trainers.dispatch import Dispatcher
 from megatron_dapo.trainers.stages import Ranks
 from megatron_dapo.trainers.validation import validate
+from tests.trainers.test_expert_load import ARCH
 
 PROMPT = Prompt("0-1-0", 0, 1, 0, (5, 6), ({"role": "user", "content": "1+1=?"},), "math", "2")
 
@@ -75,3 +76,38 @@ def test_validation_tells_lengths():
     found = compute(validate(run))
     assert not undocumented(found)
     assert found["val-aux/response_length/mean"] == 4 and found["val-aux/response_length/clip_ratio"] == 0.5
+
+
+def test_a_step_tells_of_all_ranks_and_devices():
+    class Ranked:
+        """Four ranks, of which one is the fullest."""
+
+        size = 4
+
+        def call(self, method: str) -> list:
+            assert method == "memory"
+            return [{"perf/max_memory_allocated_gb": Max(gb)} for gb in (3.0, 70.0, 2.0, 1.0)]
+
+    class Logged(list):
+        def log(self, step, values):
+            self.append((step, values))
+
+    group = Group(PROMPT, (trajectory(0), trajectory(1)), (score(0), score(1)))
+    separate = ("trainer.mode=separate_async", "rollout.engines=2", "rollout.tensor_parallel_size=2")
+    for settings, devices in (((), 4), (separate, 8)):
+        run = run_of(
+            *settings,
+            arch=ARCH,
+            step=7,
+            total_steps=9,
+            timer=SimpleNamespace(pop=lambda: {"step": 2.0}),
+            reward=SimpleNamespace(take_counts=dict, take_seconds=list),
+            expert_load=None,
+            loader=SimpleNamespace(epoch=0),
+            trackers=Logged(),
+        )
+        run.ranks, run.dump.write = SimpleNamespace(group=Ranked()), lambda step, groups: None
+        report.step(run, [group], {})
+        ((step, values),) = run.trackers
+        assert step == 7 and not undocumented(values)
+        assert values["perf/max_memory_allocated_gb"] == 70 and values["perf/throughput"] == 10 / (2 * devices)
