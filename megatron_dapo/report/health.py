@@ -34,7 +34,7 @@ def notes(run: RunFiles) -> list[Note]:
 
 def figures(run: RunFiles) -> list[Figure]:
     """The tiles at the head of the report."""
-    total = run.config.get("trainer", {}).get("total_training_steps")
+    total = run.total_steps
     last_step = run.steps[-1] if run.rows else 0
     tiles = [Figure("Steps", f"{last_step}", f"of {total}" if total and total != last_step else "")]
     core = [name for name in run.names if name.startswith("val-core/") and "/mean@" in name]
