@@ -1,6 +1,6 @@
 """How evenly tokens fall on experts: counts per layer and expert, and what they say about balance and agreement."""
 
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping
 from typing import Any, Self
 
 import numpy as np
@@ -74,12 +74,23 @@ class MoELoadAccumulator:
 
     def update_trajectory(self, routed_experts: Int[Tensor, "n layers k"] | np.ndarray, response_length: int) -> None:
         """Counts one unpadded trajectory, `n = prompt + response - 1` rows: its last `response_length - 1` rows."""
-        ids = _as_tensor(routed_experts)
-        fed = response_length - 1
-        if fed > len(ids):
-            raise ValueError(f"{response_length} response tokens need {fed} routing rows, got {len(ids)}")
-        if fed > 0:
-            self.update_rows(ids[len(ids) - fed :])
+        self.update_trajectories([(routed_experts, response_length)])
+
+    def update_trajectories(self, samples: Iterable[tuple[Int[Tensor, "n layers k"] | np.ndarray, int]]) -> None:
+        """`update_trajectory` of many; short ones are counted together, for every count costs something of its own."""
+        waiting: list[Tensor] = []
+        tokens = 0
+        for routed_experts, response_length in samples:
+            ids, fed = _as_tensor(routed_experts), max(0, response_length - 1)
+            if fed > len(ids):
+                raise ValueError(f"{response_length} response tokens need {fed} routing rows, got {len(ids)}")
+            waiting.append(ids[len(ids) - fed :])
+            tokens += fed
+            if tokens >= self._tokens_per_chunk(ids):
+                self.update_rows(torch.cat(waiting))
+                waiting, tokens = [], 0
+        if waiting:
+            self.update_rows(torch.cat(waiting))
 
     def update_rows(self, ids: Int[Tensor, "n layers k"] | np.ndarray) -> None:
         """Counts every given token."""

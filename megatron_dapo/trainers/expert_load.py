@@ -61,17 +61,19 @@ class RankLoad:
 
     def sampled(self, generations: Sequence[Generation]) -> list[Generation]:
         """Counts the response tokens of what was sampled; hands routing on only where it is needed."""
-        return [replace(one, routed_experts=self.count(one.routed_experts, len(one.token_ids))) for one in generations]
+        kept = self.count([(one.routed_experts, len(one.token_ids)) for one in generations])
+        return [replace(one, routed_experts=routed) for one, routed in zip(generations, kept, strict=True)]
 
-    def count(self, routed: np.ndarray | None, response_length: int) -> np.ndarray | None:
-        """Counts the response tokens of one sample; what of its routing is to be handed on, if anything."""
+    def count(self, samples: Sequence[tuple[np.ndarray | None, int]]) -> list[np.ndarray | None]:
+        """Counts the response tokens of samples, routing and response length each; what of it is to be handed on."""
+        routed = [None if ids is None else self._of_moe_layers(ids) for ids, _ in samples]
+        lengths = [length for _, length in samples]
         with self._lock:
-            self._sampled = self._sampled or response_length > 1  # a single token is never fed, so it has no routing
-            if routed is None:
-                return None
-            routed = self._of_moe_layers(routed)
-            self._rollout.update_trajectory(routed, response_length)
-        return routed if self.keep_routing else None
+            # a single token is never fed, so it has no routing
+            self._sampled = self._sampled or any(length > 1 for length in lengths)
+            found = zip(routed, lengths, strict=True)
+            self._rollout.update_trajectories((ids, length) for ids, length in found if ids is not None)
+        return routed if self.keep_routing else [None] * len(samples)
 
     def trained(self, counts: Int[Tensor, "layers experts"]) -> None:
         """Adds what this rank's routers chose in one pass."""

@@ -140,7 +140,7 @@ class Feed:
                 written.set_result(one)
 
     def _store(self, samples: Sequence[tuple[Prompt, Trajectory]]) -> list[Ended]:
-        samples = [(prompt, self._counted(trajectory)) for prompt, trajectory in samples]
+        samples = self._counted(samples)
         keys = [rows.trajectory_key(prompt.uid, trajectory.sample) for prompt, trajectory in samples]
         made = dict(zip(keys, samples, strict=True))
         self.queue.put(
@@ -151,8 +151,9 @@ class Feed:
         self.queue.put({key: rows.score_row(score) for key, score in zip(keys, scores, strict=True)})
         return [Ended(key, score if score.status == "ok" else None) for key, score in zip(keys, scores, strict=True)]
 
-    def _counted(self, trajectory: Trajectory) -> Trajectory:
+    def _counted(self, samples: Sequence[tuple[Prompt, Trajectory]]) -> Sequence[tuple[Prompt, Trajectory]]:
+        """The samples with as much of their routing as is needed further on."""
         if self.load is None:
-            return trajectory
-        routed = self.load.count(trajectory.routed_experts, len(trajectory.response_ids))
-        return replace(trajectory, routed_experts=routed)
+            return samples
+        kept = self.load.count([(trajectory.routed_experts, len(trajectory.response_ids)) for _, trajectory in samples])
+        return [(prompt, replace(one, routed_experts=ids)) for (prompt, one), ids in zip(samples, kept, strict=True)]

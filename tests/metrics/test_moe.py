@@ -59,6 +59,18 @@ def test_a_trajectory_counts_as_its_padded_row_does():
     assert torch.equal(padded.counts, single.counts)
 
 
+def test_many_trajectories_count_as_each_of_them_does(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.metrics.moe.CPU_CHUNK", 10 * L * K)  # several together, and some alone
+    samples = [(routing(1, 5 + n)[0], n) for n in (0, 1, 2, 30, 3, 4, 7, 12)]
+    together, alone = MoELoadAccumulator(L, E), MoELoadAccumulator(L, E)
+    together.update_trajectories(samples)
+    for ids, length in samples:
+        alone.update_trajectory(ids, length)
+    assert torch.equal(together.counts, alone.counts) and int(alone.counts.sum()) == (1 + 29 + 2 + 3 + 6 + 11) * L * K
+    with pytest.raises(ValueError, match="9 response tokens need 8"):
+        alone.update_trajectories([(routing(1, 5)[0], 9)])
+
+
 def test_a_trajectory_whose_prompt_came_from_the_prefix_cache_counts_the_same():
     routed = routing(1, 8)[0]
     whole, cached = MoELoadAccumulator(L, E), MoELoadAccumulator(L, E)
