@@ -167,7 +167,10 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         arch=arch,
         directory=directory,
         ranks=Ranks(
-            group, Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch), hosts
+            group,
+            Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch),
+            hosts,
+            device=group.call("device_name")[0],
         ),
         generate=Generator(group, hosts, config.trainer.seed),
         tokenizer=inputs.tokenizer,

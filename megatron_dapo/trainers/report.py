@@ -103,7 +103,9 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
     total = responses + prompts
     metrics = merge(metrics, timing_metrics(seconds, responses, total))
     metrics = merge(metrics, throughput_metrics(total, seconds["step"], devices(run)))
-    metrics = merge(metrics, stage_efficiency(run.arch, run.config, groups, seconds, run.ranks.group.size))
+    metrics = merge(
+        metrics, stage_efficiency(run.arch, run.config, groups, seconds, run.ranks.group.size, run.ranks.device)
+    )
     metrics = merge(metrics, reduce([memory_metrics(), *run.ranks.group.call("memory")]))
     metrics = merge(metrics, verifier_metrics(run.reward.take_counts(), run.reward.take_seconds()))
     if run.expert_load is not None:

@@ -59,13 +59,17 @@ class MiniBatchRows:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks as the stages see them: whom to call, how rows are dealt out, which ranks host a rollout engine."""
+    """The ranks as the stages see them: whom to call, how rows are dealt out, which ranks host a rollout engine.
+
+    `device` is the name of their GPU, None on a CPU host.
+    """
 
     group: WorkerGroup
     dispatcher: Dispatcher
     hosts: tuple[int, ...] = ()
     engines: tuple[PushEngine, ...] = ()  # those that no rank hosts
     route: Route | None = None  # how weights reach all of them
+    device: str | None = None
 
     def infer(
         self, batch: TensorDict, role: str, outputs: Sequence[str], *, replay: str | None = None, record: bool = False

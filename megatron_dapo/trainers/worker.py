@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from tensordict import TensorDict
 from torch import Tensor
@@ -146,6 +147,10 @@ class Worker(SupervisedWorker):
     def ranks_per_node(self) -> int:
         """How many ranks stand on this rank's node, as its launcher says; all of them where none does."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.topology.world))
+
+    def device_name(self) -> str | None:
+        """The name of this rank's GPU; None on a CPU host."""
+        return torch.cuda.get_device_name() if capabilities().cuda else None
 
     def memory(self) -> Metrics:
         """Peak memory of this rank's device and process, see `memory_metrics`."""

@@ -100,14 +100,16 @@ def test_a_step_tells_of_all_ranks_and_devices():
             arch=ARCH,
             step=7,
             total_steps=9,
-            timer=SimpleNamespace(pop=lambda: {"step": 2.0}),
+            timer=SimpleNamespace(pop=lambda: {"step": 2.0, "old_log_prob": 0.5}),
             reward=SimpleNamespace(take_counts=dict, take_seconds=list),
             expert_load=None,
             loader=SimpleNamespace(epoch=0),
             trackers=Logged(),
         )
-        run.ranks, run.dump.write = SimpleNamespace(group=Ranked()), lambda step, groups: None
+        run.ranks = SimpleNamespace(group=Ranked(), device="NVIDIA H100 80GB HBM3")  # the driver has none
+        run.dump.write = lambda step, groups: None
         report.step(run, [group], {})
         ((step, values),) = run.trackers
         assert step == 7 and not undocumented(values)
+        assert 0 < values["perf/mfu/old_log_prob"] < 1
         assert values["perf/max_memory_allocated_gb"] == 70 and values["perf/throughput"] == 10 / (2 * devices)
