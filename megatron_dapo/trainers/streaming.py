@@ -25,6 +25,7 @@ def fit(run: Run, rollouts: Rollouts) -> None:
         rollouts.ledger.start_over()
     push_weights(run, rollouts)
     report.begin(run, validate(run) if config.val_before_train and run.step == 0 else {})
+    rollouts.fleet.busy_seconds()  # counts from here
     while run.step < run.total_steps and not run.stop:
         with timer.stage("step"):
             groups, metrics = step(run, rollouts, run.step + 1)

@@ -138,10 +138,16 @@ def test_what_came_before_the_first_step_is_in_no_step(monkeypatch, loop):
         expert_load=SimpleNamespace(drop=taken.append),
         saver=SimpleNamespace(finish=lambda: None),
     )
-    fleet = SimpleNamespace(wake=lambda *_: None, wait_loaded=list, serve=lambda engines: None, release=lambda: None)
+    fleet = SimpleNamespace(
+        wake=lambda *_: None,
+        wait_loaded=list,
+        serve=lambda engines: None,
+        release=lambda: None,
+        busy_seconds=lambda: taken.append("busy"),
+    )
     rollouts = SimpleNamespace(fleet=fleet, ledger=SimpleNamespace(start_over=lambda: None))
     loop.fit(run) if loop is sync else loop.fit(run, rollouts)
-    assert timer.seconds == {} and taken == ["counts", "seconds", "ranks"]
+    assert timer.seconds == {} and taken == ["counts", "seconds", "ranks"] + ["busy"] * (loop is streaming)
 
 
 def test_a_push_that_had_to_be_repeated_is_counted(monkeypatch):
