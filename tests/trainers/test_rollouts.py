@@ -81,6 +81,11 @@ def rollouts_over(*groups: Group, keep_partial: bool = True) -> Rollouts:
     return made
 
 
+def test_what_is_told_of_a_trajectory_survives_the_queue():
+    made = Trajectory("u", 0, (7, 8), (-1.0, -0.5), "stop", (3, 3), speculation=(4, 2, 2), turns=3, tool_calls=2)
+    assert rows.read_trajectory(rows.trajectory_row(made)) == made
+
+
 def test_groups_of_no_use_are_told_before_their_rows_go():
     good, flat, broken = group(1, 1.0, 0.0, None), group(2, 0.0, 0.0), group(3, None, None)
     made = rollouts_over(good, flat, broken)
