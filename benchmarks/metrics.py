@@ -1,5 +1,9 @@
 """Cost of knowing: the expert-load accumulator per assignment, and all metrics of a step against the step's time.
 
+What a step of the demo pays on all of its ranks and its driver is added up: every family, per micro-batch where it is
+computed so, what the training routers record, the counting of what was sampled, and writing. What the rollout engine
+itself does to tell its routing is part of generation and not here.
+
 Run: python benchmarks/metrics.py [--step-seconds S]. Prints the figures and writes benchmarks/results/metrics.json.
 Times are CPU time of one core (the best of several passes), so that other work on the machine does not count; writing
 to disk is wall time. The step time is the demo's, read from runs/demo/metrics.jsonl where it has been run.
@@ -12,12 +16,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from megatron_dapo import metrics as m
+from megatron_dapo.algorithms import RolloutCorrectionConfig, correct_rollout
+from megatron_dapo.engine.routing import expert_counts
+from megatron_dapo.models.architecture import Architecture, Mixture, Rope
+from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.rollout.requests import Generation
+from megatron_dapo.trainers.expert_load import Counts, ExpertLoad, RankLoad
 
 ROOT = Path(__file__).parent
 RESULTS = ROOT / "results" / "metrics.json"
@@ -27,6 +38,11 @@ DIMS = m.ModelDims(
     layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, head=260,
     experts=8, topk=2, expert_ffn=128, moe_layers=4,
 )  # fmt: skip
+ARCH = Architecture(
+    "qwen3_moe", layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocab=260, tied=False, norm_eps=1e-6,
+    max_positions=64, rope=Rope(1e4), mixture=Mixture(experts=8, topk=2, ffn=128, layers=(0, 1, 2, 3)),
+)  # fmt: skip
+RANKS, MICRO_BATCHES = 2, 1  # of the demo, whose micro-batches hold all rows of a rank
 
 
 def best_seconds(
@@ -129,52 +145,96 @@ def demo_batch(rows: int = 128, prompt: int = 16, width: int = 16) -> TensorDict
     )
 
 
-def all_metrics(batch: TensorDict, counter: m.MoELoadAccumulator, routed: torch.Tensor) -> dict[str, float]:
-    """Every family that a step of the demo may report, merged over two ranks with four micro-batches each."""
+class Experts:
+    """Expert load of the demo from the routers to the report: both ranks' counters, and the driver's."""
+
+    size = RANKS
+
+    def __init__(self, batch: TensorDict, directory: Path) -> None:
+        self.loads = [RankLoad(ARCH, keep_routing=False) for _ in range(RANKS)]
+        self.driver = ExpertLoad(ARCH, Topology(world=RANKS, expert=RANKS), directory, every=10)
+        self.generations = [
+            Generation("r", (0,) * n, (0.0,) * n, "stop", None, (0,) * n, np.random.default_rng(n).integers(
+                0, 8, (16 + n - 1, 4, 2), dtype=np.uint8
+            ))
+            for n in batch["response_length"].tolist()
+        ]  # fmt: skip
+        tokens = len(self.generations) * 32 // (RANKS * MICRO_BATCHES)
+        self.choice = {layer: torch.randint(0, 8, (tokens, 2)) for layer in range(4)}
+        self.micro_batch = SimpleNamespace(real=torch.ones(tokens, dtype=torch.bool))
+
+    def call(self, method: str) -> list[Counts]:
+        return [load.take() for load in self.loads]
+
+    def step(self, step: int) -> m.Metrics:
+        for load in self.loads:
+            recorded = [{layer: ids.to(torch.int16) for layer, ids in self.choice.items()}] * MICRO_BATCHES
+            load.trained(expert_counts(recorded, [self.micro_batch] * MICRO_BATCHES, 4, 8))
+        self.loads[0].sampled(self.generations)
+        return self.driver.step(self, step, last=False)
+
+
+def micro_batch_metrics(part: TensorDict, correction: RolloutCorrectionConfig) -> m.Metrics:
+    """What the loss of one micro-batch tells."""
+    mask, old, rollout = part["response_mask"], part["old_log_probs"], part["rollout_log_probs"]
+    return {
+        **{f"actor/{name}": m.masked_mean(old, mask) for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")},
+        **{f"actor/{name}": m.Sum(float(old.sum())) for name in ("pg_loss", "loss")},
+        **m.agreement_metrics(old, rollout, mask),
+        **m.measured(correct_rollout(correction, old, rollout, mask).metrics),
+    }
+
+
+def all_metrics(batch: TensorDict, experts: Experts) -> dict[str, float]:
+    """Every family that a step of the demo may report, merged over its ranks and their micro-batches."""
     rows = batch.batch_size[0]
     mask, lengths = batch["response_mask"], (batch["response_length"] + batch["prompt_length"]).tolist()
     old, advantages = batch["old_log_probs"], batch["advantages"]
     accuracy, groups = [float(i % 3 == 0) for i in range(rows)], [i // 8 for i in range(rows)]
-    micro = [m.stats("actor/loss", advantages) | {"actor/ppo_kl": m.masked_mean(old, mask)} for _ in range(8)]
     seconds = dict.fromkeys(("step", "gen", "reward", "old_log_prob", "adv", "update_actor"), 0.1)
-    counter.update(routed, mask)
+    correction = RolloutCorrectionConfig(bypass_mode=True)
     parts = [
-        m.reduce(micro),
+        m.reduce(m.settle(micro_batch_metrics(part, correction)) for part in batch.chunk(RANKS * MICRO_BATCHES)),
         m.data_metrics(batch, max_prompt_length=24),
         m.sequence_balance_metrics(lengths, [list(range(0, rows, 2)), list(range(1, rows, 2))]),
         m.timing_metrics(seconds, 1000, 3000),
-        m.throughput_metrics(3000, 1.0, 2),
-        m.memory_metrics(),
-        m.efficiency_metrics("update_actor", DIMS, lengths, 0.5, 2, training=True, peak_tflops=1.0),
+        m.throughput_metrics(3000, 1.0, RANKS),
+        *[m.memory_metrics() for _ in range(1 + RANKS)],
+        m.efficiency_metrics("update_actor", DIMS, lengths, 0.5, RANKS, training=True, peak_tflops=1.0),
         m.variance_proxy_metrics(batch["sum_pi_squared"], old, advantages, mask, gradient_norm=0.1),
-        m.agreement_metrics(old, batch["rollout_log_probs"], mask),
         m.staleness_metrics([[3, 4]] * rows, 4),
+        m.spec_decode_metrics([4] * rows, [3] * rows, [2] * rows),
         m.group_metrics(accuracy, groups),
-        m.reward_metrics(accuracy, accuracy, accuracy, [False] * rows),
-        m.push_metrics(0.01, 8_000_000, bound_seconds=0.005, checksum_ok=True),
+        m.reward_metrics(accuracy, accuracy, accuracy),
+        m.source_metrics(["math", "code"] * (rows // 2), accuracy),
+        m.verifier_metrics({"scored": rows, "pooled": rows}, [0.01] * rows),
+        m.push_metrics(0.01, 8_000_000, received=8_000_000, stored=8_000_000),
+        experts.step(2),
     ]
-    metrics = m.compute(m.reduce(parts))
-    counter.add_to_metrics(metrics)
-    return metrics
+    return m.compute(m.reduce(parts))
 
 
 def overhead(step_seconds: float) -> dict[str, float]:
     """Milliseconds per step of computing and writing everything, and its share of the step."""
     batch = demo_batch()
-    counter = m.MoELoadAccumulator(4, 8)
-    routed = torch.randint(0, 8, (128, 32, 4, 2), dtype=torch.uint8)
-    computing = best_seconds(lambda: all_metrics(batch, counter, routed), passes=30)
-    metrics = all_metrics(batch, counter, routed)
     with tempfile.TemporaryDirectory() as directory:
+        experts = Experts(batch, Path(directory))
+        metrics = all_metrics(batch, experts)
+        computing = best_seconds(lambda: all_metrics(batch, experts), passes=30)
+        experts_alone = best_seconds(lambda: experts.step(2), passes=30)
+        report = best_seconds(lambda: experts.step(10), passes=10, clock=time.perf_counter) - experts_alone
         trackers = m.Trackers(["tensorboard"], directory, {})
         writing = best_seconds(lambda: trackers.log(1, metrics), passes=30, clock=time.perf_counter)
         trackers.close()
+        experts.driver.close()
     return {
         "metrics_per_step": len(metrics),
         "compute_ms": computing * 1e3,
+        "of_it_expert_load_ms": experts_alone * 1e3,
+        "moe_report_every_10_steps_ms": report * 1e3,
         "jsonl_and_tensorboard_ms": writing * 1e3,
         "step_seconds": step_seconds,
-        "share_of_step": (computing + writing) / step_seconds,
+        "share_of_step": (computing + report / 10 + writing) / step_seconds,
     }
 
 

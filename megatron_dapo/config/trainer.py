@@ -4,7 +4,7 @@ from typing import Literal
 
 from megatron_dapo.config.base import Count, Every, Int, NonNegativeInt, Section
 
-Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
+Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml"]
 
 
 class TrainerConfig(Section):

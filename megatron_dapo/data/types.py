@@ -33,6 +33,9 @@ class Trajectory:
     weight_versions: tuple[int, ...]  # one per response token: which weights sampled it
     response_mask: tuple[int, ...] | None = None  # None: every token is trained; 0 marks tool or observation tokens
     routed_experts: np.ndarray | None = None  # [prompt + response - 1, layers, top-k]
+    speculation: tuple[int, int, int] | None = None  # drafted tokens, accepted ones, verification steps
+    turns: int = 1
+    tool_calls: int = 0  # turns that an environment answered
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from megatron_dapo.algorithms import (
     policy_loss,
     value_loss,
 )
+from megatron_dapo.algorithms.measured import Measured
 from megatron_dapo.config.training import ActorConfig, CriticConfig
-from megatron_dapo.metrics import Mean, Metrics, Sum, agreement_metrics
+from megatron_dapo.metrics import Mean, Metrics, Sum, agreement_metrics, measured
 
 LossFunction = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, Metrics]]
 
@@ -40,10 +41,11 @@ class Normalizer:
         )
 
 
-def _token_means(metrics: Mapping[str, float], mask: Bool[Tensor, "b t"]) -> Metrics:
-    """Means over the tokens of a micro-batch, with their weight, so that merging stays exact."""
+def _told(metrics: Mapping[str, float | Measured], mask: Bool[Tensor, "b t"]) -> Metrics:
+    """What a loss says of a micro-batch, so that merging stays exact: plain means weigh as many tokens as there are."""
     weight = float(mask.sum())
-    return {name: Mean(value * weight, weight) for name, value in metrics.items()}
+    means = {name: Mean(one * weight, weight) for name, one in metrics.items() if isinstance(one, float)}
+    return means | measured({name: one for name, one in metrics.items() if isinstance(one, Measured)})
 
 
 def _fields(rows: TensorDict, width: int) -> dict[str, Tensor]:
@@ -71,7 +73,7 @@ def actor_loss(
             logprob, old, field["advantages"], mask, config, rollout_is_weights=field.get("rollout_is_weights")
         )
         total = normalizer(per_token, mask)
-        report: Metrics = {**_token_means(metrics, mask), "actor/pg_loss": Sum(float(total.detach()))}
+        report: Metrics = {**_told(metrics, mask), "actor/pg_loss": Sum(float(total.detach()))}
         if actor.entropy_coeff:
             entropy = normalizer(tokens["entropy"], mask)
             report["actor/entropy_loss"] = Sum(float(entropy.detach()))
@@ -79,7 +81,9 @@ def actor_loss(
         if actor.use_kl_loss:
             kl = normalizer(kl_loss(logprob, field["ref_log_prob"], mask, actor.kl_loss_type), mask)
             report["actor/kl_loss"] = Sum(float(kl.detach()))
+            report["actor/kl_coef"] = Mean(actor.kl_loss_coef, 1)
             total = total + actor.kl_loss_coef * kl
+        report["actor/loss"] = Sum(float(total.detach()))
         if fresh and "rollout_log_probs" in field:
             report |= agreement_metrics(logprob.detach(), field["rollout_log_probs"], mask)
             if "entropy" in tokens:
@@ -100,7 +104,7 @@ def critic_loss(critic: CriticConfig, normalizer: Normalizer) -> LossFunction:
             values, field["returns"], field["values"], mask, cliprange=critic.cliprange_value
         )
         total = normalizer(per_token, mask)
-        return total, {**_token_means(metrics, mask), "critic/vf_loss": Sum(float(total.detach()))}
+        return total, {**_told(metrics, mask), "critic/vf_loss": Sum(float(total.detach()))}
 
     return loss
 

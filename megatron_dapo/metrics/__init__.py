@@ -4,6 +4,7 @@ from megatron_dapo.metrics.data import data_metrics, sequence_balance_metrics
 from megatron_dapo.metrics.efficiency import MlaDims, ModelDims, efficiency_metrics, peak_tflops
 from megatron_dapo.metrics.estimates import Estimate, Samples, estimates
 from megatron_dapo.metrics.jsonl import METRICS_FILE, JsonlWriter, read_jsonl
+from megatron_dapo.metrics.measured import measured
 from megatron_dapo.metrics.moe import MoELoadAccumulator, routing_disagreement, source_distance
 from megatron_dapo.metrics.moe_log import MoELog, moe_report, what_if
 from megatron_dapo.metrics.names import describe, undocumented
@@ -19,6 +20,8 @@ from megatron_dapo.metrics.stages import group_metrics, push_metrics, reward_met
 from megatron_dapo.metrics.timing import Timer, memory_metrics, throughput_metrics, timing_metrics
 from megatron_dapo.metrics.trackers import Trackers
 from megatron_dapo.metrics.typed import (
+    Correlation,
+    EffectiveShare,
     ExplainedVariance,
     Histogram,
     Last,
@@ -27,6 +30,7 @@ from megatron_dapo.metrics.typed import (
     Metric,
     Metrics,
     Min,
+    PerLayer,
     Std,
     Sum,
     compute,
@@ -40,6 +44,8 @@ from megatron_dapo.metrics.validation import validation_metrics
 
 __all__ = [
     "METRICS_FILE",
+    "Correlation",
+    "EffectiveShare",
     "Estimate",
     "ExplainedVariance",
     "Histogram",
@@ -54,6 +60,7 @@ __all__ = [
     "MoELoadAccumulator",
     "MoELog",
     "ModelDims",
+    "PerLayer",
     "Placement",
     "Samples",
     "Std",
@@ -69,6 +76,7 @@ __all__ = [
     "eviction_metrics",
     "group_metrics",
     "masked_mean",
+    "measured",
     "megatron_placement",
     "memory_metrics",
     "merge",

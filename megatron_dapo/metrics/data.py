@@ -6,7 +6,10 @@ from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_dapo.metrics.typed import ExplainedVariance, Max, Mean, Metrics, Min, Std, stats
+from megatron_dapo.metrics.typed import ExplainedVariance, Histogram, Max, Mean, Metrics, Min, Std, stats
+
+# A bin per length up to ten tokens, then bins of a tenth of the length; the same for every batch, for merging.
+LENGTH_EDGES = (0.0, 0.5, *sorted({round(1.1**i) + 0.5 for i in range(150)}))
 
 
 def data_metrics(batch: TensorDict, use_critic: bool = False, *, max_prompt_length: int | None = None) -> Metrics:
@@ -29,6 +32,7 @@ def data_metrics(batch: TensorDict, use_critic: bool = False, *, max_prompt_leng
     if use_critic:
         metrics |= _value_metrics(batch["values"], batch["returns"], mask)
     metrics |= stats("response_length", lengths) | stats("response_length_non_aborted", lengths, alive)
+    metrics["response_length"] = Histogram.of(lengths, LENGTH_EDGES)
     metrics |= stats("prompt_length", batch["prompt_length"])
     clipped = batch["finish_length"].bool()
     rows = float(lengths.numel())

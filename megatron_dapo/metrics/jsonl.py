@@ -1,6 +1,7 @@
 """The run's record on disk: one JSON object per line, which a crash can cut short but never corrupt."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+log = logging.getLogger(__name__)
 
 
 class JsonlWriter:
     """Appends objects to a file, each in one write that has reached the disk before `write` returns.
 
-    A last line that an earlier crash cut short is removed on opening, so that appending never glues two lines together.
+    A last line that an earlier crash cut short is removed on opening, and what a failed write left is ended by the next
+    one, so that appending never glues two lines together.
     Non-finite floats, which JSON lacks, are written as the strings "NaN", "Infinity", "-Infinity".
     """
 
@@ -27,7 +30,8 @@ class JsonlWriter:
 
     def write_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Several rows for the price of one wait for the disk."""
-        lines = "".join(json.dumps(_plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in rows).encode()
+        text = "".join(json.dumps(_plain(row), allow_nan=False, ensure_ascii=False) + "\n" for row in rows)
+        lines = (text if _whole(self._fd) else "\n" + text).encode()
         while lines:
             lines = lines[os.write(self._fd, lines) :]
         os.fsync(self._fd)
@@ -37,11 +41,15 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last line still being written is left out."""
+    """All whole lines; a last line still being written is left out, and with a warning one that was cut short."""
     rows = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
             rows.append(json.loads(line))
+        except ValueError:
+            log.warning("%s: line %d was cut short and is left out", path, number)
     return rows
 
 
@@ -53,6 +61,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(x) for x in value]
     return value
+
+
+def _whole(fd: int) -> bool:
+    """Whether the file is empty or ends with a whole line."""
+    end = os.lseek(fd, 0, os.SEEK_END)
+    return end == 0 or os.pread(fd, 1, end - 1) == b"\n"
 
 
 def _end_of_last_line(fd: int, block: int = 1 << 16) -> int:

@@ -1,6 +1,6 @@
 """How evenly tokens fall on experts: counts per layer and expert, and what they say about balance and agreement."""
 
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping
 from typing import Any, Self
 
 import numpy as np
@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from megatron_dapo.metrics.typed import Metrics, PerLayer
 
 CPU_CHUNK = (
     1 << 17
@@ -72,12 +74,23 @@ class MoELoadAccumulator:
 
     def update_trajectory(self, routed_experts: Int[Tensor, "n layers k"] | np.ndarray, response_length: int) -> None:
         """Counts one unpadded trajectory, `n = prompt + response - 1` rows: its last `response_length - 1` rows."""
-        ids = _as_tensor(routed_experts)
-        fed = response_length - 1
-        if fed > len(ids):
-            raise ValueError(f"{response_length} response tokens need {fed} routing rows, got {len(ids)}")
-        if fed > 0:
-            self.update_rows(ids[len(ids) - fed :])
+        self.update_trajectories([(routed_experts, response_length)])
+
+    def update_trajectories(self, samples: Iterable[tuple[Int[Tensor, "n layers k"] | np.ndarray, int]]) -> None:
+        """`update_trajectory` of many; short ones are counted together, for every count costs something of its own."""
+        waiting: list[Tensor] = []
+        tokens = 0
+        for routed_experts, response_length in samples:
+            ids, fed = _as_tensor(routed_experts), max(0, response_length - 1)
+            if fed > len(ids):
+                raise ValueError(f"{response_length} response tokens need {fed} routing rows, got {len(ids)}")
+            waiting.append(ids[len(ids) - fed :])
+            tokens += fed
+            if tokens >= self._tokens_per_chunk(ids):
+                self.update_rows(torch.cat(waiting))
+                waiting, tokens = [], 0
+        if waiting:
+            self.update_rows(torch.cat(waiting))
 
     def update_rows(self, ids: Int[Tensor, "n layers k"] | np.ndarray) -> None:
         """Counts every given token."""
@@ -102,11 +115,12 @@ class MoELoadAccumulator:
         for part in flat.split(CPU_CHUNK if flat.device.type == "cpu" else GPU_CHUNK):
             self._add(part, torch.tensor(layer * self.num_experts, device=part.device).expand(part.shape))
 
-    def add_counts(self, counts: Int[Tensor, "layers experts"]) -> None:
-        """Adds counts made elsewhere, e.g. by the ranks."""
+    def add_counts(self, counts: Int[Tensor, "layers experts"], invalid: int = 0) -> None:
+        """Adds counts made elsewhere, e.g. by the ranks, and how many ids were skipped there."""
         if self.counts.shape != counts.shape:
             raise ValueError(f"counts {tuple(self.counts.shape)} and {tuple(counts.shape)} cannot be added")
         self._cells[:-1] += counts.flatten().cpu()
+        self._cells[-1] += invalid
 
     def merge(self, other: Self) -> None:
         """Adds another accumulator's counts (of a rank, a micro-batch, a rollout engine)."""
@@ -144,6 +158,10 @@ class MoELoadAccumulator:
         """Forgets the counts, keeping them only as what the next report's drift is measured from."""
         if self.counts.any():
             self._previous = self.counts.clone()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the counts as if they had never been: drift is measured from what was reported before."""
         self._cells = torch.zeros_like(self._cells)
         self._seen.clear()
 
@@ -219,13 +237,13 @@ def routing_disagreement(
     rollout: Int[Tensor, "n layers k"] | np.ndarray,
     training: Int[Tensor, "n layers k"] | np.ndarray,
     prefix: str = "training/moe",
-) -> dict[str, float]:
+) -> Metrics:
     """Share of expert choices that the trainer's router does not share with the rollout's, for the same tokens.
 
     The order within the top-k does not matter. `/layer_{i}`, `/max`, `/avg`; 0 is full agreement. This is what router
     replay brings to zero, and the first place to look when log-probs of an MoE disagree.
     """
-    a, b = _as_tensor(rollout), _as_tensor(training)
+    a, b = (_as_tensor(ids) for ids in (rollout, training))
     if a.shape != b.shape or a.ndim != 3:
         raise ValueError(f"routing of the same tokens must have one shape [n, layers, k]: {a.shape} and {b.shape}")
     n, layers, k = a.shape
@@ -234,9 +252,8 @@ def routing_disagreement(
     shared = torch.zeros(layers, dtype=torch.int64)
     for x, y in zip(a.split(4096), b.split(4096), strict=True):
         shared += (x.long()[..., :, None] == y.long()[..., None, :]).any(-1).sum((0, -1)).cpu()
-    lost = 1 - shared.double() / (n * k)
-    name = f"{prefix}/routing_disagreement"
-    return {f"{name}/layer_{i}": value for i, value in enumerate(lost.tolist())} | _overall(name, lost)
+    lost = (n * k - shared).double()
+    return {f"{prefix}/routing_disagreement": PerLayer(tuple(lost.tolist()), n * k)}
 
 
 def source_distance(rollout: MoELoadAccumulator, training: MoELoadAccumulator) -> dict[str, float]:

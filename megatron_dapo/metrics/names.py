@@ -47,7 +47,9 @@ SCORES = Family(
         Name(f"reward/shaped/{STATS}", "reward", "up", "The reward after shaping."),
         Name("reward/shaping/mean", "reward", "near 0", "What shaping (the overlong penalty) adds on average."),
         Name("reward/acc/mean", "ratio", "up", "Share of trajectories whose answer is right."),
-        Name("reward/failed_ratio", "ratio", "down", "Share of trajectories that could not be scored."),
+        Name(
+            "reward/failed_ratio", "ratio", "down", "Share of responses, of validation too, that could not be scored."
+        ),
         Name("source/<source>/acc", "ratio", "up", "Accuracy on one data source."),
         Name("source/<source>/trajectories", "count", "", "Trajectories of one data source."),
         Name(
@@ -66,14 +68,15 @@ LENGTHS = Family(
     "In tokens. `clip_ratio` is the share that ended at the length limit.",
     (
         Name(f"response_length/{STATS}", "tokens", "", "Response length; a steady rise is usual, a jump is not."),
+        Name("response_length/{p10,p50,p90,p99}", "tokens", "", "Quantiles of the response length, to about 5 %."),
         Name("response_length/clip_ratio", "ratio", "down", "Responses that ran into the length limit."),
         Name(f"response_length_non_aborted/{STATS}", "tokens", "", "Response length of trajectories with a response."),
         Name("response_length_non_aborted/clip_ratio", "ratio", "down", "The same share, aborted ones left out."),
         Name("response/aborted_ratio", "ratio", "near 0", "Trajectories without any response token."),
         Name(f"prompt_length/{STATS}", "tokens", "", "Prompt length."),
         Name("prompt_length/clip_ratio", "ratio", "near 0", "Prompts as long as the prompt limit (perhaps truncated)."),
-        Name(f"num_turns/{STATS}", "count", "", "Turns of a multi-turn trajectory."),
-        Name(f"tool_call_counts/{STATS}", "count", "", "Tool calls of a trajectory."),
+        Name(f"num_turns/{STATS}", "count", "", "Turns of a trajectory, where a run allows several."),
+        Name(f"tool_call_counts/{STATS}", "count", "", "Of those, turns that the environment answered."),
         Name("global_seqlen/{min,max,mean}", "tokens", "", "Tokens per data-parallel rank if split in arrival order."),
         Name("global_seqlen/minmax_diff", "tokens", "", "How uneven that split would be."),
         Name("global_seqlen/balanced_{min,max}", "tokens", "near mean", "Tokens per rank after balancing."),
@@ -85,7 +88,7 @@ POLICY = Family(
     "Means over tokens unless the loss says otherwise; losses add up over micro-batches and ranks.",
     (
         Name("actor/pg_loss", "loss", "", "Policy-gradient loss, without entropy and KL terms. Its level says little."),
-        Name("actor/loss", "loss", "", "The whole actor loss."),
+        Name("actor/loss", "loss", "", "The whole actor loss, entropy and KL terms included."),
         Name("actor/pg_clipfrac", "ratio", "near 0", "Tokens whose ratio is clipped so that it changes the loss."),
         Name("actor/pg_clipfrac_lower", "ratio", "near 0", "Tokens with negative advantage bound by the dual clip."),
         Name("actor/ppo_kl", "nats", "near 0", "Mean of old minus new log-prob: how far the update moved the policy."),
@@ -138,8 +141,10 @@ OFF_POLICY = Family(
         ),
         Name(f"training/off_policy/trajectory_staleness/{STATS}", "versions", "down", "Age of its newest token."),
         Name(f"training/off_policy/trajectory_staleness_worst/{STATS}", "versions", "down", "Age of its oldest token."),
-        Name("{training,validation}/off_policy/evicted_samples", "count", "down", "Trajectories dropped as too old."),
-        Name(f"{{training,validation}}/off_policy/evicted_samples_staleness/{STATS}", "versions", "", "Their age."),
+        Name("training/off_policy/evicted_samples", "groups", "down", "Groups dropped as too old."),
+        Name(
+            f"training/off_policy/evicted_samples_staleness/{STATS}", "steps", "", "Their span: steps sent to dropped."
+        ),
         Name("train/num_gen_batches", "count", "down", "Generation batches that the step needed."),
         Name("training/filter_groups/generated", "groups", "down", "Groups generated for the step."),
         Name("training/filter_groups/kept", "groups", "up", "Groups that passed the filter."),
@@ -150,8 +155,6 @@ OFF_POLICY = Family(
         Name("training/filter_groups/taken", "groups", "", "Groups trained on."),
         Name("training/filter_groups/taken_carried", "groups", "", "Of those, carried over from an earlier step."),
         Name("training/filter_groups/taken_age_max", "steps", "down", "Age of the oldest of those."),
-        Name("training/{rollout_failure,filter_groups}/evicted_samples", "count", "down", "Trajectories evicted."),
-        Name("training/filter_groups/discarded_surplus_samples", "count", "", "Trajectories of discarded surplus."),
     ),
 )
 
@@ -162,27 +165,26 @@ SPEED = Family(
     (
         Name("timing_s/<stage>", "s", "down", "Wall-clock seconds of a stage in this step."),
         Name("timing_per_token_ms/<stage>", "ms/token", "down", "Generation per response token, others per token."),
-        Name("agent_loop/<stage>/<statistic>", "s", "down", "Seconds of the parts of a multi-turn rollout."),
-        Name("agent_loop/slowest/<stage>", "s", "down", "The same of the slowest trajectory."),
         Name("perf/total_num_tokens", "tokens", "", "Prompt and response tokens trained on."),
         Name("perf/time_per_step", "s", "down", "Wall-clock seconds of the step."),
         Name("perf/throughput", "tokens/s/GPU", "up", "Tokens per second and device."),
         Name("perf/tflops/<stage>", "TFLOP/s/GPU", "up", "Model FLOPs per second and device, by true architecture."),
         Name("perf/mfu/<stage>", "ratio", "up", "Share of the device's bf16 peak; recomputation does not count."),
         Name("perf/max_memory_{allocated,reserved}_gb", "GiB", "", "Peak device memory of the fullest rank."),
-        Name("perf/cpu_memory_used_gb", "GiB", "", "Peak resident memory of the largest process."),
+        Name("perf/cpu_memory_used_gb", "GiB", "", "Peak resident memory of the largest rank, or of the driver."),
         Name("push/seconds", "s", "down", "Pushing the weights into the rollout engines."),
         Name("push/seconds_max", "s", "down", "The slowest push."),
         Name("push/bytes", "bytes", "down", "Bytes that the trainer's ranks sent."),
         Name("push/bytes_received", "bytes", "down", "Bytes that the engines' ranks took."),
-        Name("push/received_over_stored", "ratio", "near 1", "Bytes taken over bytes of the weights kept."),
         Name("push/gigabytes_per_s", "GB/s", "up", "Speed of the push."),
-        Name("push/ratio_to_bound", "ratio", "near 1", "Time over the time of a plain copy of as many bytes."),
-        Name("push/checksum_ok", "0/1", "near 1", "Whether the engines hold what the trainer sent."),
+        Name(
+            "push/ratio_to_bound", "ratio", "near 1", "Bytes taken over the fewest possible: those of the weights kept."
+        ),
+        Name("push/failed", "count", "near 0", "Pushes repeated: an engine died, or a slice failed its checksum."),
         Name("rollout/spec_accept_rate", "ratio", "up", "Speculative decoding: accepted / drafted tokens."),
         Name("rollout/spec_accept_length", "tokens", "up", "Speculative decoding: tokens per verification step."),
         Name("verifier/count/<event>", "count", "", "Events of the verifiers: scored, timeouts, retries, crashes."),
-        Name(f"verifier/seconds/{STATS}", "s", "down", "Time of one verifier call."),
+        Name(f"verifier/seconds/{STATS}", "s", "down", "Time of one job of the verifiers' worker processes."),
         Name("streaming/{queue_depth,in_flight}", "groups", "", "Groups waiting for training, being generated."),
         Name("streaming/{evicted,refilled,discarded}", "groups", "down", "Groups that left the queue or came again."),
         Name("streaming/failed_samples", "count", "near 0", "Samples of this run that an engine or a tool failed on."),
@@ -237,7 +239,6 @@ VALIDATION = Family(
         Name("val-{core,aux}/<source>/<variable>/best@<n>/{mean,std}", "value", "up", "Best of n samples (exact)."),
         Name("val-{core,aux}/<source>/<variable>/worst@<n>/{mean,std}", "value", "up", "Worst of n samples (exact)."),
         Name("val-{core,aux}/<source>/<variable>/maj@<n>/{mean,std}", "value", "up", "Majority answer of n samples."),
-        Name(f"val-aux/num_turns/{STATS}", "count", "", "Turns of validation trajectories."),
         Name("val-aux/response_length/{mean,max,min,clip_ratio}", "tokens", "", "Lengths of validation responses."),
     ),
 )
@@ -256,9 +257,8 @@ FAMILIES = (SCORES, LENGTHS, POLICY, OFF_POLICY, SPEED, MOE, VALIDATION, PROGRES
 
 
 def describe(name: str) -> Name | None:
-    """The row that documents a metric, or None. Histogram quantiles (`/p10 … /p99`) count as their metric."""
-    bare = re.sub(r"/p(10|50|90|99)$", "", name)
-    return next((row for expression, row in _compiled() if expression.fullmatch(bare)), None)
+    """The row that documents a metric, or None."""
+    return next((row for expression, row in _compiled() if expression.fullmatch(name)), None)
 
 
 def undocumented(names: Iterable[str]) -> list[str]:

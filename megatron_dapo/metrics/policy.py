@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_dapo.metrics.typed import Max, Mean, Metrics, Sum, stats
+from megatron_dapo.metrics.typed import Correlation, Max, Mean, Metrics, Std, Sum, stats
 
 
 def variance_proxy_metrics(
@@ -74,19 +74,15 @@ def agreement_metrics(
         return {}
     p, q = a.exp(), b.exp()
     diff, log_diff = (p - q).abs(), (a - b).abs()
-    metrics: Metrics = {
+    return {
         "training/rollout_probs_diff_valid": Sum(n),
         "training/rollout_probs_diff_mean": Mean(diff.sum(), n),
         "training/rollout_probs_diff_max": Max(diff.max()),
-        "training/rollout_probs_diff_std": Mean(diff.std(correction=0) * n, n),
+        "training/rollout_probs_diff_std": Std.of(diff),
         "training/rollout_logprob_diff_mean": Mean(log_diff.sum(), n),
         "training/rollout_logprob_diff_max": Max(log_diff.max()),
+        "training/rollout_actor_probs_pearson_corr": Correlation.of(p, q),
     }
-    p, q = p - p.mean(), q - q.mean()
-    spread = float(p.norm() * q.norm())
-    if spread > 0:
-        metrics["training/rollout_actor_probs_pearson_corr"] = Mean((p @ q) / spread * n, n)
-    return metrics
 
 
 def staleness_metrics(weight_versions: Sequence[Sequence[int]], current_version: int) -> Metrics:
@@ -109,7 +105,7 @@ def staleness_metrics(weight_versions: Sequence[Sequence[int]], current_version:
 
 
 def eviction_metrics(staleness: Sequence[int]) -> Metrics:
-    """Trajectories dropped because they were too old, and how old: `training/off_policy/evicted_*`."""
+    """Groups dropped because they were too old, and how old: `training/off_policy/evicted_*`, under verl's names."""
     name = "training/off_policy/evicted_samples"
     return {name: Sum(len(staleness))} | stats(f"{name}_staleness", torch.tensor(staleness, dtype=torch.float64))
 

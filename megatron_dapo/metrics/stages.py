@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from megatron_dapo.metrics.typed import Max, Mean, Metrics, Min, Sum, stats
+from megatron_dapo.metrics.typed import Max, Mean, Metrics, Sum, stats
 
 
 def group_metrics(accuracies: Sequence[float], group_ids: Sequence[Hashable]) -> Metrics:
@@ -28,32 +28,30 @@ def group_metrics(accuracies: Sequence[float], group_ids: Sequence[Hashable]) ->
     }
 
 
-def reward_metrics(
-    rewards: Sequence[float], raw: Sequence[float], accuracies: Sequence[float], failed: Sequence[bool]
-) -> Metrics:
-    """Rewards per trajectory after and before shaping, and accuracy: `reward/*`. Failed ones count only as failed.
+def reward_metrics(rewards: Sequence[float], raw: Sequence[float], accuracies: Sequence[float]) -> Metrics:
+    """Rewards per trajectory after and before shaping, and accuracy: `reward/*`.
 
     `reward/shaping/mean` is what the length penalty (and any other shaping) took away on average.
     """
-    ok = ~torch.tensor(failed, dtype=torch.bool)
-    shaped, plain, right = (torch.tensor(x, dtype=torch.float64) for x in (rewards, raw, accuracies))
+    shaped, plain = (torch.tensor(x, dtype=torch.float64) for x in (rewards, raw))
     return (
-        stats("reward/shaped", shaped, ok)
-        | stats("reward/raw", plain, ok)
+        stats("reward/shaped", shaped)
+        | stats("reward/raw", plain)
         | {
-            "reward/acc/mean": Mean(right[ok].sum(), ok.sum()),
-            "reward/shaping/mean": Mean((shaped - plain)[ok].sum(), ok.sum()),
-            "reward/failed_ratio": Mean((~ok).sum(), len(failed)),
+            "reward/acc/mean": Mean(sum(accuracies), len(accuracies)),
+            "reward/shaping/mean": Mean((shaped - plain).sum(), len(rewards)),
         }
     )
 
 
 def verifier_metrics(counts: Mapping[str, int], seconds: Sequence[float] = ()) -> Metrics:
-    """Health of the verifiers: `verifier/count/{event}` (timeouts, retries, crashes, …) and `verifier/seconds/*`.
+    """Health of the verifiers: `verifier/count/{event}` (timeouts, retries, crashes, …), `verifier/seconds/*`, and
+    `reward/failed_ratio`, of `counts["failed"]` among `counts["scored"]` responses.
 
-    `counts` are the events of this step (not since the start), `seconds` the time each call took.
+    `counts` are the events of this step (not since the start), `seconds` the time each job of a worker took.
     """
     metrics: Metrics = {f"verifier/count/{event}": Sum(n) for event, n in counts.items()}
+    metrics["reward/failed_ratio"] = Mean(counts.get("failed", 0), counts.get("scored", 0))
     return metrics | stats("verifier/seconds", torch.tensor(seconds, dtype=torch.float64))
 
 
@@ -68,33 +66,17 @@ def source_metrics(sources: Sequence[str], accuracies: Sequence[float]) -> Metri
     return metrics | {f"source/{source}/trajectories": Sum(n) for source, n in total.items()}
 
 
-def push_metrics(
-    seconds: float,
-    num_bytes: int,
-    *,
-    received: int | None = None,
-    stored: int = 1,
-    bound_seconds: float | None = None,
-    checksum_ok: bool | None = None,
-) -> Metrics:
+def push_metrics(seconds: float, num_bytes: int, *, received: int, stored: int) -> Metrics:
     """The push of weights into the rollout engines: `push/*`.
 
     `num_bytes` are the bytes that moved, `received` those that the engines' ranks counted, `stored` the weights that
-    these keep, and so the fewest bytes possible. `bound_seconds` is what the bytes cost at the transport's speed (a
-    plain copy of as many): `push/ratio_to_bound` is 1 when nothing but the copy costs time. `push/checksum_ok` is 1
-    when what the engines hold is what the trainer sent, and the smallest of all pushes counts.
+    these keep, and so the fewest bytes possible: `push/ratio_to_bound` is 1 when no byte was received in vain.
     """
-    metrics: Metrics = {
+    return {
         "push/seconds": Sum(seconds),
         "push/seconds_max": Max(seconds),
         "push/bytes": Sum(num_bytes),
+        "push/bytes_received": Sum(received),
         "push/gigabytes_per_s": Mean(num_bytes / 1e9, seconds),
+        "push/ratio_to_bound": Mean(received, stored),
     }
-    if received is not None:
-        metrics["push/bytes_received"] = Sum(received)
-        metrics["push/received_over_stored"] = Mean(received, stored)
-    if bound_seconds is not None:
-        metrics["push/ratio_to_bound"] = Mean(seconds, bound_seconds)
-    if checksum_ok is not None:
-        metrics["push/checksum_ok"] = Min(float(checksum_ok))
-    return metrics

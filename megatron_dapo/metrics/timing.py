@@ -59,7 +59,7 @@ def timing_metrics(stage_seconds: Mapping[str, float], response_tokens: int = 0,
 def throughput_metrics(total_tokens: int, step_seconds: float, gpus: int) -> Metrics:
     """`perf/total_num_tokens`, `perf/time_per_step` (s) and `perf/throughput` (tokens per second and GPU).
 
-    `gpus` are all devices the run holds, rollout GPUs included; on a CPU host the number of training ranks.
+    `gpus` are all devices the run holds, rollout GPUs included; a CPU host counts as one per rank and separate engine.
     """
     if gpus < 1:
         raise ValueError(f"throughput_metrics needs at least one device, got gpus={gpus}")
@@ -71,7 +71,10 @@ def throughput_metrics(total_tokens: int, step_seconds: float, gpus: int) -> Met
 
 
 def memory_metrics() -> Metrics:
-    """Peak GiB: of the device since the last call (where there is a GPU), and of this process's resident memory."""
+    """Peak GiB: of the device since the last call (where there is a GPU), and of this process's resident memory.
+
+    Each process has its own; merged, they are those of the fullest.
+    """
     metrics: Metrics = {"perf/cpu_memory_used_gb": Max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)}
     if torch.cuda.is_available():
         metrics["perf/max_memory_allocated_gb"] = Max(torch.cuda.max_memory_allocated() / 2**30)

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from megatron_dapo.metrics.jsonl import METRICS_FILE, JsonlWriter
 
 log = logging.getLogger(__name__)
+RECORD = "jsonl"  # the tracker that every run has
 GIVE_UP_AFTER = 3  # failures in a row, so that a tracker that times out does not slow every step of a run
 
 
@@ -82,13 +83,19 @@ class Console:
 
 
 class Jsonl:
-    """`metrics.jsonl` in the run directory: {"step": 12, "actor/entropy": 0.7, …} per line."""
+    """`metrics.jsonl` in the run directory: {"step": 12, "actor/entropy": 0.7, …} per line.
+
+    A step that could not be written (a full disk) is written together with the next.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._writer = JsonlWriter(run_dir / METRICS_FILE)
+        self._unwritten: list[dict[str, float]] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._writer.write({"step": step, **metrics})
+        self._unwritten.append({"step": step, **metrics})
+        self._writer.write_all(self._unwritten)
+        self._unwritten.clear()
 
     def close(self) -> None:
         self._writer.close()
@@ -225,7 +232,8 @@ class Trackers:
     """All trackers of a run. JSONL is always among them.
 
     A tracker that cannot be imported, reached or written to is reported once and never stops the run; after
-    `GIVE_UP_AFTER` failures in a row it is left out. An unknown name is an error at once, because it is a typing error.
+    `GIVE_UP_AFTER` failures in a row it is left out, except JSONL, the run's own record. An unknown name is an error at
+    once, because it is a typing error.
     """
 
     def __init__(self, names: list[str], run_dir: Path | str, config: Mapping[str, Any]) -> None:
@@ -235,7 +243,7 @@ class Trackers:
         run_dir = Path(run_dir)
         self._failures: dict[str, int] = {}
         self._open: dict[str, Tracker] = {}
-        for name in dict.fromkeys(["jsonl", *names]):
+        for name in dict.fromkeys([RECORD, *names]):
             self._guarded(name, partial(self._open_one, name, run_dir, config))
 
     @property
@@ -247,7 +255,7 @@ class Trackers:
         """One step's scalars to every tracker."""
         for name, tracker in list(self._open.items()):
             self._guarded(name, partial(tracker.log, step, metrics))
-            if self._failures.get(name, 0) >= GIVE_UP_AFTER:
+            if name != RECORD and self._failures.get(name, 0) >= GIVE_UP_AFTER:
                 log.warning("tracker %s failed %d times in a row and is left out", name, GIVE_UP_AFTER)
                 del self._open[name]
 

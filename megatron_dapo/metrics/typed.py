@@ -94,20 +94,24 @@ class Last:
 
 @dataclass(frozen=True)
 class Std:
-    """Population standard deviation from count, mean and squared deviations (Chan et al. 1979: merges exactly)."""
+    """Standard deviation from count, mean and squared deviations (Chan et al. 1979: merges exactly).
+
+    Of a population, or with `correction` 1 of a sample, where that of a single value is 0.
+    """
 
     count: Number
     mean: Number
     m2: Number
+    correction: int = 0
 
     @classmethod
-    def of(cls, values: Num[Tensor, "..."]) -> Self:
+    def of(cls, values: Num[Tensor, "..."], correction: int = 0) -> Self:
         """From any values; an empty tensor gives an empty metric."""
         flat = values.detach().double().flatten()
         if flat.numel() == 0:
-            return cls(0.0, 0.0, 0.0)
+            return cls(0.0, 0.0, 0.0, correction)
         mean = flat.mean()
-        return cls(float(flat.numel()), mean, (flat - mean).square().sum())
+        return cls(float(flat.numel()), mean, (flat - mean).square().sum(), correction)
 
     def merge(self, other: Self) -> Self:
         count = self.count + other.count
@@ -121,10 +125,25 @@ class Std:
         )
 
     def variance(self) -> float:
-        return float(self.m2) / float(self.count)
+        return float(self.m2) / max(1.0, float(self.count) - self.correction)
 
     def compute(self) -> dict[str, float]:
         return {"": math.sqrt(self.variance())} if self.count else {}
+
+
+@dataclass(frozen=True)
+class EffectiveShare:
+    """Effective sample size of importance weights over their number: (Σw)² / (n·Σw²), 1 when all are equal."""
+
+    weights: Std
+
+    def merge(self, other: Self) -> Self:
+        return replace(self, weights=self.weights.merge(other.weights))
+
+    def compute(self) -> dict[str, float]:
+        square = float(self.weights.mean) ** 2
+        power = square + self.weights.variance()
+        return {"": square / power} if power > 0 else {}
 
 
 @dataclass(frozen=True)
@@ -142,6 +161,53 @@ class ExplainedVariance:
         if freedom < 1:
             return {}
         return {"": 1 - (float(self.residual.m2) / freedom) / (float(self.target.m2) / freedom + 1e-5)}
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Pearson's correlation of pairs, from the moments of both sides and the sum of the products of their deviations.
+
+    Merges exactly, as `Std` does. Without any spread on one side there is no correlation, and no value.
+    """
+
+    x: Std
+    y: Std
+    cross: Number
+
+    @classmethod
+    def of(cls, x: Num[Tensor, "n"], y: Num[Tensor, "n"]) -> Self:
+        """From pairs; no pairs give an empty metric."""
+        a, b = Std.of(x), Std.of(y)
+        return cls(a, b, ((x.detach().double() - a.mean) * (y.detach().double() - b.mean)).sum())
+
+    def merge(self, other: Self) -> Self:
+        x, y = self.x.merge(other.x), self.y.merge(other.y)
+        both = self.x.count * other.x.count / x.count if x.count else 0.0
+        apart = (other.x.mean - self.x.mean) * (other.y.mean - self.y.mean)
+        return replace(self, x=x, y=y, cross=self.cross + other.cross + apart * both)
+
+    def compute(self) -> dict[str, float]:
+        spread = math.sqrt(float(self.x.m2)) * math.sqrt(float(self.y.m2))
+        return {"": float(self.cross) / spread} if spread > 0 else {}
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """A mean per layer; published as `/layer_{i}`, and `/max` and `/avg` over layers."""
+
+    totals: tuple[float, ...]
+    weight: float
+
+    def merge(self, other: Self) -> Self:
+        totals = tuple(a + b for a, b in zip(self.totals, other.totals, strict=True))
+        return replace(self, totals=totals, weight=self.weight + other.weight)
+
+    def compute(self) -> dict[str, float]:
+        if not self.weight or not self.totals:
+            return {}
+        means = [total / self.weight for total in self.totals]
+        layers = {f"/layer_{i}": mean for i, mean in enumerate(means)}
+        return layers | {"/max": max(means), "/avg": sum(means) / len(means)}
 
 
 @dataclass(frozen=True)
@@ -179,7 +245,7 @@ class Histogram:
         return {f"/p{q}": self.quantile(q / 100) for q in (10, 50, 90, 99)}
 
 
-Metric = Sum | Mean | Max | Min | Last | Std | ExplainedVariance | Histogram
+Metric = Sum | Mean | Max | Min | Last | Std | EffectiveShare | ExplainedVariance | Correlation | PerLayer | Histogram
 Metrics = dict[str, Metric]
 
 

@@ -103,7 +103,12 @@ POLICY = (
 )
 
 LENGTHS = (
-    Chart("Response length", "Mean, in tokens.", (("mean", "response_length/mean"),)),
+    Chart(
+        "Response length",
+        "Mean, in tokens; shaded from the shortest tenth to the longest.",
+        (("mean", "response_length/mean"), ("longest 1 %", "response_length/p99")),
+        ("response_length/p10", "response_length/p90"),
+    ),
     Chart(
         "Hit the length limit",
         "Truncated answers teach little; a high share asks for more room or the overlong penalty.",
@@ -170,11 +175,11 @@ SPEED = (
     Chart("Throughput", "Prompt and response tokens per second and device.", (("tokens/s", "perf/throughput"),)),
     Chart("Seconds per step", "", (("step", "perf/time_per_step"),)),
     Chart("Weight push", "Seconds to move the weights into the rollout engines.", (("push", "push/seconds"),)),
-    Chart("Push against its bound", "1 is a plain copy of as many bytes.", (("ratio", "push/ratio_to_bound"),)),
+    Chart("Push against its bound", "1: no byte was received in vain.", (("ratio", "push/ratio_to_bound"),)),
     Chart(
         "Model FLOPs utilisation",
         "Share of the device's bf16 peak.",
-        (("update", "perf/mfu/update_actor"), ("log-probs", "perf/mfu/old_log_prob"), ("generation", "perf/mfu/gen")),
+        (("update", "perf/mfu/update_actor"), ("log-probs", "perf/mfu/old_log_prob")),
         None,
         "percent",
     ),

@@ -34,7 +34,7 @@ def notes(run: RunFiles) -> list[Note]:
 
 def figures(run: RunFiles) -> list[Figure]:
     """The tiles at the head of the report."""
-    total = run.config.get("trainer", {}).get("total_training_steps")
+    total = run.total_steps
     last_step = run.steps[-1] if run.rows else 0
     tiles = [Figure("Steps", f"{last_step}", f"of {total}" if total and total != last_step else "")]
     core = [name for name in run.names if name.startswith("val-core/") and "/mean@" in name]
@@ -100,10 +100,8 @@ def _broken(run: RunFiles) -> list[Note]:
             found.append(
                 Note("bad", f"{name} is not finite at step {at[0]}" + (f" and {len(at) - 1} more" if at[1:] else ""))
             )
-    if any(value == 0 for _, value in run.series("push/checksum_ok")):
-        found.append(
-            Note("bad", "A weight push failed its checksum: an engine sampled with weights the trainer did not send.")
-        )
+    if failed := sum(value for _, value in run.series("push/failed")):
+        found.append(Note("bad", f"{failed:.0f} weight pushes failed (a dead engine, a checksum) and were repeated."))
     worst = max((value for _, value in run.series("training/rollout_logprob_diff_max")), default=0.0)
     low_precision = run.config.get("model", {}).get("dtype") not in (None, "float32")
     limit = 1.0 if low_precision else 1e-3
@@ -148,7 +146,13 @@ def _lengths(run: RunFiles) -> list[Note]:
 
 
 def _experts(run: RunFiles) -> list[Note]:
+    found = []
+    for source in ("rollout", "training"):
+        if silent := [step for step, value in run.series(f"{source}/moe/routed_experts_found") if value == 0]:
+            found.append(Note("warn", f"No expert choices came from {source} at step {silent[0]}: loads are unknown."))
+        if wrong := sum(value for _, value in run.series(f"{source}/moe/invalid_assignments")):
+            found.append(Note("bad", f"{wrong:,.0f} expert ids of {source} are out of range: routing is misread."))
     cost = start_and_end(run, "rollout/moe/gpu_load/max_over_mean")
     if cost and cost[1] > 1.5:
-        return [Note("warn", f"Uneven experts cost a factor of {cost[1]:.2f} in expert layers; see “Experts”.")]
-    return []
+        found.append(Note("warn", f"Uneven experts cost a factor of {cost[1]:.2f} in expert layers; see “Experts”."))
+    return found

@@ -59,7 +59,9 @@ def _matches(row: Row, grep: str | None, fate: str | None) -> bool:
 
 
 def _head(steps: Sequence[int], rows: Sequence[Row], chosen: Sequence[Row]) -> str:
-    groups = {(row["step"], row["uid"]): row.get("fate", "trained") for row in rows}
+    groups: dict[tuple[int, str], str] = {}
+    for row in rows:  # a group's first row speaks for it: samples that failed come behind
+        groups.setdefault((row["step"], row["uid"]), row.get("fate", "trained"))
     fates = ", ".join(f"{count} {fate}" for fate, count in Counter(groups.values()).most_common())
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     text = f"{span}: {len(rows)} generations in {len(groups)} groups ({fates})"

@@ -51,6 +51,12 @@ class RunFiles:
     def last(self, name: str) -> float | None:
         return next((row[name] for row in reversed(self.rows) if name in row), None)
 
+    @property
+    def total_steps(self) -> int | None:
+        """The step at which the run ends, as it says itself or, before that, as its configuration does."""
+        told = self.last("training/total_steps")
+        return self.config.get("trainer", {}).get("total_training_steps") if told is None else int(told)
+
     def rollout_steps(self) -> list[int]:
         """Steps whose generations were written down."""
         files = self._rollout_directory().glob("*")
@@ -104,7 +110,14 @@ def read_runs(run_dirs: Iterable[Path | str]) -> list[RunFiles]:
 def read_rows(path: Path) -> list[Row]:
     """The whole lines of a JSONL file, non-finite numbers restored; a missing file has none."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [_numbers(json.loads(line)) for line in lines if line.endswith(b"\n") and line.strip()]
+    return [_numbers(row) for line in lines if line.endswith(b"\n") and (row := _row(line)) is not None]
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        return json.loads(line)
+    except ValueError:  # a write that failed half-way; the run went on in a new line
+        return None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -70,8 +70,7 @@ def _show(live: Live, look: Any, console: Console) -> bool:
         live.update(Text(f"waiting: {error}", style="dim"))
         return False
     live.update(picture(run, console.width))
-    total = total_steps(run)
-    return total is not None and bool(run.rows) and run.steps[-1] >= total
+    return run.total_steps is not None and run.steps[-1] >= run.total_steps if run.rows else False
 
 
 def fetch(host: str, path: str, directory: Path) -> None:
@@ -85,11 +84,6 @@ def fetch(host: str, path: str, directory: Path) -> None:
     if archive.returncode:
         raise UserError(f"cannot read {host}:{path} with ssh: {archive.stderr.decode(errors='replace').strip()}")
     subprocess.run(["tar", "xf", "-", "-C", str(directory)], input=archive.stdout, check=True)
-
-
-def total_steps(run: RunFiles) -> int | None:
-    """The last step the run is going to, where its config says."""
-    return run.config.get("trainer", {}).get("total_training_steps")
 
 
 def picture(run: RunFiles, width: int = 120) -> RenderableType:
@@ -119,7 +113,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def _progress(run: RunFiles, width: int) -> RenderableType:
-    step, total = run.steps[-1], total_steps(run)
+    step, total = run.steps[-1], run.total_steps
     seconds = [value for _, value in run.series("timing_s/step")] or [v for _, v in run.series("perf/time_per_step")]
     recent = sorted(seconds[-20:])[len(seconds[-20:]) // 2] if seconds else None
     row = Table.grid(padding=(0, 2))

@@ -90,6 +90,12 @@ class RewardManager:
         since, self._taken = now - self._taken, now
         return dict(since)
 
+    def take_seconds(self) -> list[float]:
+        """Seconds of every job that a verifier process has answered since the last call."""
+        with self._pool.lock:
+            seconds, self._pool.seconds = self._pool.seconds, []
+        return seconds
+
     def worker_pids(self) -> list[int]:
         """Process ids of the verifier workers that run now."""
         return self._pool.pids()

@@ -56,6 +56,7 @@ class Pool:
     def __init__(self, workers: int, setup: Setup, *, retries: int = 1) -> None:
         self.setup, self.retries = setup, retries
         self.counts: Counter[str] = Counter()
+        self.seconds: list[float] = []  # of every job that a worker answered
         self.lock = threading.Lock()
         self._queue: queue.SimpleQueue[list[_Task] | None] = queue.SimpleQueue()
         self._drivers = [_Driver(self) for _ in range(workers)]
@@ -98,6 +99,10 @@ class Pool:
     def count(self, name: str, amount: int = 1) -> None:
         with self.lock:
             self.counts[name] += amount
+
+    def took(self, seconds: float) -> None:
+        with self.lock:
+            self.seconds.append(seconds)
 
     def _chunk(self) -> int:
         return SYNC_CHUNK if self.setup.custom is None or not self._drivers[0].asynchronous() else ASYNC_CHUNK
@@ -232,6 +237,7 @@ class _Driver:
                 if ident == CLOCK:  # the worker imports something: not the job's time
                     began = time.monotonic() + (START_TIMEOUT_S - limit if status == "stop" else 0.0)
                     continue
+                pool.took(time.monotonic() - began)
                 pool.settle(pending.pop(ident), Outcome(status, value))
                 if not worker.asynchronous and pending:  # one after the other: each has the whole time
                     began, cpu = time.monotonic(), worker.cpu_seconds()

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from megatron_dapo.algorithms.registry import Registry
 from megatron_dapo.data.types import Prompt, Trajectory
-from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampling
+from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampling, added
 
 Agent = Callable[[Prompt, str], Awaitable[str | None]]
 Generate = Callable[[GenerationRequest], Awaitable[Generation]]
@@ -46,7 +46,7 @@ class Conversation:
 
     async def trajectory(self, prompt: Prompt, sample: int, seed: int, generate: Generate) -> Trajectory:
         """Raises ToolError, and what `generate` raises."""
-        state = Trajectory(prompt.uid, sample, (), (), "abort", (), ())
+        state = Trajectory(prompt.uid, sample, (), (), "abort", (), (), turns=0)
         for turn in range(self.max_turns):
             room = self.sampling.max_tokens - len(state.response_ids)
             request = GenerationRequest(
@@ -62,6 +62,7 @@ class Conversation:
             observed = await self._answer(prompt, said)
             if observed is None:
                 break
+            state = replace(state, tool_calls=state.tool_calls + 1)
             if len(observed) >= room - len(said.token_ids):
                 state = replace(state, finish_reason="length")  # no token would be left to react to it
                 break
@@ -86,6 +87,8 @@ def _spoken(state: Trajectory, said: Generation) -> Trajectory:
         response_mask=(state.response_mask or ()) + (1,) * len(said.token_ids),
         finish_reason=said.finish_reason,
         routed_experts=said.routed_experts,
+        speculation=added(state.speculation, said.speculation),
+        turns=state.turns + 1,
     )
 
 

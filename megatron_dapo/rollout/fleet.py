@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from megatron_dapo.rollout.async_engine import AsyncRolloutEngine
 from megatron_dapo.rollout.client import EngineClient, EngineDied
-from megatron_dapo.rollout.requests import SEED_BITS, Generation, GenerationRequest
+from megatron_dapo.rollout.requests import SEED_BITS, Generation, GenerationRequest, added
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -246,4 +246,5 @@ def joined(request: GenerationRequest, done: Generation | None, part: Generation
         token_ids=before.token_ids + part.token_ids,
         logprobs=before.logprobs + part.logprobs,
         weight_versions=before.weight_versions + part.weight_versions,
+        speculation=added(before.speculation, part.speculation),
     )

@@ -43,6 +43,14 @@ class Generation:
     stop_reason: int | str | None
     weight_versions: tuple[int, ...]
     routed_experts: np.ndarray | None = None  # [prompt + response - 1, layers, top-k]
+    speculation: tuple[int, int, int] | None = None  # drafted tokens, accepted ones, verification steps
+
+
+def added(a: tuple[int, int, int] | None, b: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+    """The speculation of two parts of a response together; None where neither knows any."""
+    if a is None or b is None:
+        return a if b is None else b
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample: int) -> int:

@@ -207,7 +207,19 @@ def generation(output: Any, routing: Any) -> Generation:
         stop_reason=sample.stop_reason,
         weight_versions=tuple(int(s.version) for s in spans for _ in range(s.start, s.end)),
         routed_experts=sample.routed_experts if routing is None else routing,
+        speculation=speculation(sample.spec_decode_metrics),
     )
+
+
+def speculation(told: Any) -> tuple[int, int, int] | None:
+    """Drafted tokens, accepted ones and verification steps, from vLLM's `RequestSpecDecodeMetrics` of a request.
+
+    None without speculation. vLLM tells it only with the end of a request: of an interrupted one it is not known.
+    """
+    if told is None:
+        return None
+    accepted = sum(number * steps for number, steps in enumerate(told.histogram))
+    return told.num_draft_tokens, accepted, sum(told.histogram)
 
 
 def partial_generation(request_id: str, state: Any, routing: Any) -> Generation:

@@ -112,6 +112,8 @@ def vllm_arguments(spec: EngineSpec, on_cpu: bool) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["enable_return_routed_experts"] = spec.routed_experts
         arguments["enable_sleep_mode"] = spec.sleeps
+    if "speculative_config" in spec.engine_kwargs:  # untested on GPU
+        arguments["per_request_spec_decode_metrics"] = "summary"
     return arguments | dict(spec.engine_kwargs)
 
 

@@ -53,6 +53,7 @@ def pack_generations(generations: Sequence[Generation]) -> dict[str, Any]:
         "finish": [g.finish_reason for g in generations],
         "stop": [g.stop_reason for g in generations],
         "experts": [g.routed_experts for g in generations],
+        "speculation": [g.speculation for g in generations],
     }
 
 
@@ -65,11 +66,12 @@ def unpack_generations(packed: dict[str, Any]) -> list[Generation]:
         packed["stop"],
         packed["versions"],
         packed["experts"],
+        packed["speculation"],
         strict=True,
     )
     return [
-        Generation(i, tuple(t.tolist()), tuple(lp.tolist()), f, s, tuple(chain.from_iterable(starmap(repeat, v))), e)
-        for i, t, lp, f, s, v, e in columns
+        Generation(i, tuple(t.tolist()), tuple(lp.tolist()), f, s, tuple(chain.from_iterable(starmap(repeat, v))), e, d)
+        for i, t, lp, f, s, v, e, d in columns
     ]
 
 

@@ -14,7 +14,7 @@ from megatron_dapo.runtime.queue import Queue, Row, Tags
 PENDING, RUNNING, FINISHED, FAILURE = "pending", "running", "finished", "failure"
 ROLLOUT_FIELDS = ("responses", "rollout_log_probs", "response_mask", "weight_versions", "rollout")
 REWARD_FIELDS = ("rm_scores", "reward")
-_PLAIN = ("uid", "sample", "finish_reason", "routed_experts")
+_PLAIN = ("uid", "sample", "finish_reason", "routed_experts", "speculation", "turns", "tool_calls")
 
 
 def pack(value: Any) -> Tensor:

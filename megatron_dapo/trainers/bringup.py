@@ -167,7 +167,10 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         arch=arch,
         directory=directory,
         ranks=Ranks(
-            group, Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch), hosts
+            group,
+            Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch),
+            hosts,
+            device=group.call("device_name")[0],
         ),
         generate=Generator(group, hosts, config.trainer.seed),
         tokenizer=inputs.tokenizer,
@@ -186,7 +189,9 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         kl=kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon),
         trackers=Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json")),
         dump=RolloutDump(config, inputs.tokenizer),
-        expert_load=ExpertLoad(arch, topology, directory, every) if arch.mixture is not None and every > 0 else None,
+        expert_load=None
+        if arch.mixture is None or every <= 0
+        else ExpertLoad(arch, topology, directory, every, max(group.call("ranks_per_node"))),
         store=store,
         saver=Saver(group, store, config.trainer.async_save),
         total_steps=inputs.total_steps,

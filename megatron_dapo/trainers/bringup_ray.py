@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import ray
 
 from megatron_dapo.config import Config
+from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.rollout.client import EngineClient
 from megatron_dapo.rollout.remote import RemoteEngine
 from megatron_dapo.runtime.ray import Pool
-from megatron_dapo.trainers.worker import engine_spec
+from megatron_dapo.trainers.worker import engine_spec, tells_routing
 
 
 def cpus_needed(config: Config) -> int:
@@ -47,7 +48,7 @@ def start_engines(config: Config, ranks: Pool, devices: Sequence[Sequence[int]])
     `tensor_parallel_size`-th rank, on the `devices` of the ranks from there on.
     """
     mode, count, width = config.trainer.mode, engine_count(config), config.rollout.tensor_parallel_size
-    routed = config.model.router_replay == "R3"
+    routed = tells_routing(config, Architecture.from_dir(config.model.path))
     if mode == "sync":
         return []
     if mode == "separate_async":

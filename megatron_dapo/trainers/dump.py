@@ -13,15 +13,17 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_dapo.config import Config
 from megatron_dapo.data.types import Group, Score, Trajectory
+from megatron_dapo.trainers.generation import failed_part
 
-TRAINED, SURPLUS, CARRIED = "trained", "surplus", "carried over"
+TRAINED, SURPLUS, CARRIED, FAILED = "trained", "surplus", "carried over", "failed"
 
 
 class RolloutDump:
     """Collects a step's groups and writes them as `{step}.jsonl` or `.parquet`, one row per trajectory.
 
     Does nothing without `trainer.rollout_data_dir`. A group that the filter dropped says why; one beyond the batch is
-    "surplus" or "carried over"; `advantage` is the mean over a trained trajectory's tokens.
+    "surplus" or "carried over"; a sample that could not be scored is "failed". `advantage` is the mean over a trained
+    trajectory's tokens.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -34,11 +36,26 @@ class RolloutDump:
         self._kept: list[Group] = []
         self._advantages: dict[tuple[str, int], float] = {}
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is written at all."""
+        return self.directory is not None
+
+    def failed(self, groups: Sequence[Group]) -> None:
+        """Of these whole groups, the samples that could not be scored."""
+        for group in groups if self.wanted else ():
+            self._dropped.append((failed_part(group), FAILED))
+
+    def left(self, group: Group, fate: str) -> None:
+        """A group that is not trained on, and why."""
+        if self.wanted:
+            self._dropped.append((group, fate))
+
     def filtered(
         self, groups: Sequence[Group], kept: Sequence[bool], values_of: Callable[[Group], Sequence[float]]
     ) -> None:
         """What dynamic sampling said of generated groups; `values_of` gives the values that it judged them by."""
-        if self.directory is None:
+        if not self.wanted:
             return
         for group, keep in zip(groups, kept, strict=True):
             if keep:
@@ -48,7 +65,7 @@ class RolloutDump:
 
     def trained(self, batch: TensorDict, groups: Sequence[Group]) -> None:
         """The advantages of the batch that these groups became, row by row."""
-        if self.directory is None:
+        if not self.wanted:
             return
         mask = batch["response_mask"]
         means = (batch["advantages"] * mask).sum(-1) / mask.sum(-1).clamp(min=1)

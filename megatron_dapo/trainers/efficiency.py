@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from megatron_dapo.config import Config
 from megatron_dapo.data.types import Group
 from megatron_dapo.metrics import Metrics, MlaDims, ModelDims, efficiency_metrics, peak_tflops
@@ -33,12 +31,20 @@ def model_dims(arch: Architecture, head: int | None = None) -> ModelDims:
 
 
 def stage_efficiency(
-    arch: Architecture, config: Config, groups: Sequence[Group], seconds: Mapping[str, float], gpus: int
+    arch: Architecture,
+    config: Config,
+    groups: Sequence[Group],
+    seconds: Mapping[str, float],
+    gpus: int,
+    device: str | None,
 ) -> Metrics:
-    """`perf/tflops/<stage>` (and `perf/mfu/<stage>` on a known GPU) of the stages that run the trained sequences."""
+    """`perf/tflops/<stage>` (and `perf/mfu/<stage>` on a known GPU) of the stages that run the trained sequences.
+
+    `device` is the name of the ranks' GPU: the driver may have none.
+    """
     lengths = [len(g.prompt.token_ids) + len(one.response_ids) for g in groups for one in g.trajectories]
     policy, critic = model_dims(arch), model_dims(arch, head=1)
-    peak = peak_tflops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    peak = None if device is None else peak_tflops(device)
     stages = {
         "old_log_prob": (policy, False, 1),
         "ref": (policy, False, 1),

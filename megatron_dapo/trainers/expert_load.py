@@ -4,13 +4,13 @@ Ranks count what their engine sampled and what their routers chose, so that rout
 choice) travels no further than it must; the driver adds the counts up.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -34,14 +34,21 @@ ROLLOUT, TRAINING = "rollout", "training"
 
 @dataclass(frozen=True)
 class Counts:
-    """One rank's share since it was last asked, `[layers, experts]`; None where it has no such source."""
+    """One rank's share since it was last asked, `[layers, experts]`; None where it had nothing to count.
+
+    All zeros: there were tokens, but nothing told where they went. `invalid`: ids of the rollout that are no expert's.
+    """
 
     rollout: Int[Tensor, "layers experts"] | None
     training: Int[Tensor, "layers experts"] | None
+    invalid: int = 0
 
 
 class RankLoad:
-    """A rank's side: counts its engine's samples and its routers' choices until the driver takes them."""
+    """A rank's side: counts its engine's samples and its routers' choices until the driver takes them.
+
+    The driver has one too, for the engines that no rank hosts. Samples may be counted from several threads at once.
+    """
 
     def __init__(self, arch: Architecture, *, keep_routing: bool) -> None:
         assert arch.mixture is not None, "a dense model routes nothing"
@@ -49,15 +56,24 @@ class RankLoad:
         self.keep_routing = keep_routing
         self._rollout = MoELoadAccumulator(len(self.moe_layers), arch.mixture.experts)
         self._training: Tensor | None = None
+        self._sampled = False
+        self._lock = threading.Lock()
 
     def sampled(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Counts the response tokens of what was sampled; hands it on without its routing unless that is needed."""
-        for generation in generations:
-            if generation.routed_experts is not None:
-                self._rollout.update_trajectory(
-                    self._of_moe_layers(generation.routed_experts), len(generation.token_ids)
-                )
-        return list(generations) if self.keep_routing else [replace(one, routed_experts=None) for one in generations]
+        """Counts the response tokens of what was sampled; hands routing on only where it is needed."""
+        kept = self.count([(one.routed_experts, len(one.token_ids)) for one in generations])
+        return [replace(one, routed_experts=routed) for one, routed in zip(generations, kept, strict=True)]
+
+    def count(self, samples: Sequence[tuple[np.ndarray | None, int]]) -> list[np.ndarray | None]:
+        """Counts the response tokens of samples, routing and response length each; what of it is to be handed on."""
+        routed = [None if ids is None else self._of_moe_layers(ids) for ids, _ in samples]
+        lengths = [length for _, length in samples]
+        with self._lock:
+            # a single token is never fed, so it has no routing
+            self._sampled = self._sampled or any(length > 1 for length in lengths)
+            found = zip(routed, lengths, strict=True)
+            self._rollout.update_trajectories((ids, length) for ids, length in found if ids is not None)
+        return routed if self.keep_routing else [None] * len(samples)
 
     def trained(self, counts: Int[Tensor, "layers experts"]) -> None:
         """Adds what this rank's routers chose in one pass."""
@@ -65,10 +81,11 @@ class RankLoad:
 
     def take(self) -> Counts:
         """What was counted since the last time."""
-        rollout = self._rollout.counts.clone() if self._rollout.counts.any() else None
-        taken = Counts(rollout, self._training)
-        self._rollout.reset()
-        self._training = None
+        with self._lock:
+            rollout = self._rollout.counts.clone() if self._sampled else None
+            taken = Counts(rollout, self._training, self._rollout.invalid)
+            self._rollout.reset()
+            self._training, self._sampled = None, False
         return taken
 
     def _of_moe_layers(self, routed: np.ndarray) -> np.ndarray:
@@ -80,10 +97,15 @@ class RankLoad:
 class ExpertLoad:
     """The driver's side: balance of both sources every step, and a report in `moe.jsonl` every so many steps."""
 
-    def __init__(self, arch: Architecture, topology: Topology, directory: Path, every: int) -> None:
+    def __init__(
+        self, arch: Architecture, topology: Topology, directory: Path, every: int, ranks_per_node: int | None = None
+    ) -> None:
+        """`own`: what counts the samples of engines that no rank hosts, to be set where there are some."""
         assert arch.mixture is not None, "a dense model routes nothing"
+        self.own: RankLoad | None = None
+        self._expected: set[str] = set()  # sources that had tokens in this step
         shape = len(arch.mixture.layers), arch.mixture.experts
-        self.placement = training_placement(arch, topology)
+        self.placement = training_placement(arch, topology, ranks_per_node or topology.world)
         self.every = every
         self._sources = {source: MoELoadAccumulator(*shape, prefix=f"{source}/moe") for source in (ROLLOUT, TRAINING)}
         self._since_report = {source: MoELoadAccumulator(*shape) for source in (ROLLOUT, TRAINING)}
@@ -91,11 +113,19 @@ class ExpertLoad:
 
     def collect(self, group: WorkerGroup) -> None:
         """Adds what all ranks counted since the last time."""
-        for counts in group.call("take_expert_load"):
-            for source, of_rank in ((ROLLOUT, counts.rollout), (TRAINING, counts.training)):
+        for counts in [*group.call("take_expert_load"), *([self.own.take()] if self.own is not None else [])]:
+            for source, of_rank, invalid in ((ROLLOUT, counts.rollout, counts.invalid), (TRAINING, counts.training, 0)):
                 if of_rank is not None:
-                    self._sources[source].add_counts(of_rank)
+                    self._expected.add(source)
+                    self._sources[source].add_counts(of_rank, invalid)
                     self._since_report[source].add_counts(of_rank)
+
+    def drop(self, group: WorkerGroup) -> None:
+        """Forgets what was counted so far: it belongs to no step."""
+        self.collect(group)
+        for counter in (*self._sources.values(), *self._since_report.values()):
+            counter.clear()
+        self._expected.clear()
 
     def step(self, group: WorkerGroup, step: int, *, last: bool) -> Metrics:
         """The metrics of the step that ends, and its report where one is due."""
@@ -103,10 +133,11 @@ class ExpertLoad:
         values: dict[str, float] = {}
         if all(counter.counts.any() for counter in self._sources.values()):
             values |= source_distance(self._sources[ROLLOUT], self._sources[TRAINING])
-        for counter in self._sources.values():
-            if counter.counts.any():
-                values |= placement_metrics(counter.counts.numpy(), self.placement, counter.prefix)
-                counter.add_to_metrics(values)
+        for source in sorted(self._expected):
+            counter = self._sources[source]
+            values |= placement_metrics(counter.counts.numpy(), self.placement, counter.prefix)
+            counter.add_to_metrics(values)
+        self._expected.clear()
         if step == 1 or step % self.every == 0 or last:
             self._write(step)
         return {name: Last(value) for name, value in values.items()}
@@ -131,8 +162,8 @@ class ExpertLoad:
         self._log.close()
 
 
-def training_placement(arch: Architecture, topology: Topology) -> Placement:
-    """Where the trainer keeps the experts of each mixture layer."""
+def training_placement(arch: Architecture, topology: Topology, ranks_per_node: int) -> Placement:
+    """Where the trainer keeps the experts of each mixture layer; the driver's own devices say nothing of the ranks'."""
     assert arch.mixture is not None
     number = {layer: index for index, layer in enumerate(arch.mixture.layers)}
     stages: list[list[int]] = [[] for _ in range(topology.pipeline)]
@@ -145,5 +176,5 @@ def training_placement(arch: Architecture, topology: Topology) -> Placement:
         expert=topology.expert,
         expert_tensor=topology.etp,
         stage_layers=stages,
-        gpus_per_node=min(topology.world, torch.cuda.device_count() or topology.world),
+        gpus_per_node=ranks_per_node,
     )

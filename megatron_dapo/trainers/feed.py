@@ -7,7 +7,7 @@ writers carry what has finished to the queue and to the reward, together with wh
 import asyncio
 import queue
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_dapo.data.types import Prompt, Score, Trajectory
@@ -17,6 +17,7 @@ from megatron_dapo.rollout.fleet import Fleet
 from megatron_dapo.rollout.requests import sample_seed
 from megatron_dapo.runtime import rows
 from megatron_dapo.runtime.queue import Queue
+from megatron_dapo.trainers.expert_load import RankLoad
 
 WRITERS = 4
 ScoreAll = Callable[[Sequence[Prompt], Sequence[Trajectory]], list[Score]]
@@ -54,10 +55,14 @@ class Feed:
         n: int,
         seed: int,
         keep_partial: bool,
+        load: RankLoad | None = None,
     ) -> None:
-        """`keep_partial`: a group of which some samples failed is trained on those that did not."""
+        """`keep_partial`: a group of which some samples failed is trained on those that did not.
+
+        `load` counts which experts the samples went to.
+        """
         self.fleet, self.queue, self.conversation = fleet, store, conversation
-        self.score, self.value = score, value
+        self.score, self.value, self.load = score, value, load
         self.n, self.seed, self.keep_partial = n, seed, keep_partial
         self.failed_samples = 0
         self._settled: queue.SimpleQueue[Settled | BaseException] = queue.SimpleQueue()
@@ -135,6 +140,7 @@ class Feed:
                 written.set_result(one)
 
     def _store(self, samples: Sequence[tuple[Prompt, Trajectory]]) -> list[Ended]:
+        samples = self._counted(samples)
         keys = [rows.trajectory_key(prompt.uid, trajectory.sample) for prompt, trajectory in samples]
         made = dict(zip(keys, samples, strict=True))
         self.queue.put(
@@ -144,3 +150,10 @@ class Feed:
         scores = self.score([prompt for prompt, _ in samples], [trajectory for _, trajectory in samples])
         self.queue.put({key: rows.score_row(score) for key, score in zip(keys, scores, strict=True)})
         return [Ended(key, score if score.status == "ok" else None) for key, score in zip(keys, scores, strict=True)]
+
+    def _counted(self, samples: Sequence[tuple[Prompt, Trajectory]]) -> Sequence[tuple[Prompt, Trajectory]]:
+        """The samples with as much of their routing as is needed further on."""
+        if self.load is None:
+            return samples
+        kept = self.load.count([(trajectory.routed_experts, len(trajectory.response_ids)) for _, trajectory in samples])
+        return [(prompt, replace(one, routed_experts=ids)) for (prompt, one), ids in zip(samples, kept, strict=True)]

@@ -1,6 +1,6 @@
 """From prompts to groups: requests for every sample, spread over the engines, scored, and put together again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,23 +91,35 @@ def _trajectory(prompt: Prompt, sample: int, generation: Generation) -> Trajecto
         finish_reason=generation.finish_reason,
         weight_versions=generation.weight_versions,
         routed_experts=generation.routed_experts,
+        speculation=generation.speculation,
     )
 
 
 def score_groups(
     reward: RewardManager, prompts: Sequence[Prompt], trajectories: Sequence[Sequence[Trajectory]]
 ) -> list[Group]:
-    """Whole groups with their scores. A sample whose verifier failed (status "failed") leaves its group."""
+    """Whole groups with their scores; see `scored_part` for samples whose verifier failed."""
     flat = [(prompt, one) for prompt, many in zip(prompts, trajectories, strict=True) for one in many]
     scores = iter(reward.score([prompt for prompt, _ in flat], [one for _, one in flat]))
     return [
-        _group(prompt, many, [next(scores) for _ in many]) for prompt, many in zip(prompts, trajectories, strict=True)
+        Group(prompt, tuple(many), tuple(next(scores) for _ in many))
+        for prompt, many in zip(prompts, trajectories, strict=True)
     ]
 
 
-def _group(prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> Group:
-    kept = [(one, score) for one, score in zip(trajectories, scores, strict=True) if score.status == "ok"]
-    return Group(prompt, tuple(one for one, _ in kept), tuple(score for _, score in kept))
+def scored_part(group: Group) -> Group:
+    """The group without the samples whose verifier failed (status "failed"): nothing is known about those."""
+    return _part(group, lambda score: score.status == "ok")
+
+
+def failed_part(group: Group) -> Group:
+    """The other samples."""
+    return _part(group, lambda score: score.status != "ok")
+
+
+def _part(group: Group, wanted: Callable[[Score], bool]) -> Group:
+    kept = [(one, score) for one, score in zip(group.trajectories, group.scores, strict=True) if wanted(score)]
+    return Group(group.prompt, tuple(one for one, _ in kept), tuple(score for _, score in kept))
 
 
 def group_values(group: Group, metric: str, final: Mapping[str, Sequence[float]]) -> list[float]:

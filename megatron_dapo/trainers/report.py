@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from megatron_dapo.algorithms import DynamicSampler
-from megatron_dapo.data.types import Group
+from megatron_dapo.data.types import Group, Trajectory
 from megatron_dapo.metrics import (
     Last,
     Metric,
@@ -17,9 +17,11 @@ from megatron_dapo.metrics import (
     group_metrics,
     memory_metrics,
     merge,
+    reduce,
     reward_metrics,
     sequence_balance_metrics,
     source_metrics,
+    spec_decode_metrics,
     throughput_metrics,
     timing_metrics,
     variance_proxy_metrics,
@@ -52,18 +54,30 @@ def batch_metrics(
     accuracies = [score.acc for score in scores]
     lengths = (batch["prompt_length"] + batch["response_length"]).tolist()
     run.dump.trained(batch, groups)
+    trajectories = [one for group in groups for one in group.trajectories]
+    if config.rollout.agent.max_turns > 1:
+        turns = {
+            "num_turns": [one.turns for one in trajectories],
+            "tool_call_counts": [one.tool_calls for one in trajectories],
+        }
+        batch = batch.copy().update({name: torch.tensor(values) for name, values in turns.items()})
     partition = [[row for micro in rows for row in micro] for rows in run.ranks.dispatcher.plan(torch.tensor(lengths))]
     return {
         **data_metrics(
             batch, use_critic=config.derived.critic_enabled, max_prompt_length=config.data.max_prompt_length
         ),
-        **reward_metrics(
-            [score.reward for score in scores], [score.raw for score in scores], accuracies, [False] * len(scores)
-        ),
+        **reward_metrics([score.reward for score in scores], [score.raw for score in scores], accuracies),
         **source_metrics([group.prompt.data_source for group in groups for _ in group.scores], accuracies),
         **sequence_balance_metrics(lengths, partition),
+        **_speculation(trajectories),
         **_variance_proxy(batch, updates or {}),
     }
+
+
+def _speculation(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Of the trajectories whose engine speculated and told all of it; an interrupted request does not."""
+    told = [one.speculation for one in trajectories if one.speculation is not None]
+    return spec_decode_metrics(*zip(*told, strict=True)) if told else {}
 
 
 def _variance_proxy(batch: TensorDict, updates: Mapping[str, Metric]) -> Metrics:
@@ -88,10 +102,12 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
     prompts = sum(len(group.prompt.token_ids) * len(group.trajectories) for group in groups)
     total = responses + prompts
     metrics = merge(metrics, timing_metrics(seconds, responses, total))
-    metrics = merge(metrics, throughput_metrics(total, seconds["step"], run.ranks.group.size))
-    metrics = merge(metrics, stage_efficiency(run.arch, run.config, groups, seconds, run.ranks.group.size))
-    metrics = merge(metrics, memory_metrics())
-    metrics = merge(metrics, verifier_metrics(run.reward.take_counts()))
+    metrics = merge(metrics, throughput_metrics(total, seconds["step"], devices(run)))
+    metrics = merge(
+        metrics, stage_efficiency(run.arch, run.config, groups, seconds, run.ranks.group.size, run.ranks.device)
+    )
+    metrics = merge(metrics, reduce([memory_metrics(), *run.ranks.group.call("memory")]))
+    metrics = merge(metrics, verifier_metrics(run.reward.take_counts(), run.reward.take_seconds()))
     if run.expert_load is not None:
         metrics = merge(metrics, run.expert_load.step(run.ranks.group, run.step, last=run.step == run.total_steps))
     metrics["training/epoch"] = Last(run.loader.epoch)
@@ -101,6 +117,24 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
         every = run.config.trainer.log_samples_every
         if every > 0 and (run.step % every == 0 or run.step == 1):
             _print_samples(run, groups[0])
+
+
+def devices(run: Run) -> int:
+    """Of the ranks, and of engines that have devices of their own."""
+    rollout = run.config.rollout
+    apart = run.config.trainer.mode == "separate_async"
+    return run.ranks.group.size + (rollout.engines or 1) * rollout.tensor_parallel_size * apart
+
+
+def begin(run: Run, metrics: Metrics) -> None:
+    """Before the first step: its metrics, if any, as those of step 0; what was timed and counted is in no step."""
+    if metrics:
+        log(run, 0, metrics)
+    run.timer.pop()
+    run.reward.take_counts()
+    run.reward.take_seconds()
+    if run.expert_load is not None:
+        run.expert_load.drop(run.ranks.group)
 
 
 def log(run: Run, step: int, metrics: Metrics) -> None:

@@ -18,7 +18,9 @@ from megatron_dapo.rollout.client import EngineClient
 from megatron_dapo.rollout.fleet import Fleet
 from megatron_dapo.runtime import rows
 from megatron_dapo.runtime.queue import Queue, Tags
+from megatron_dapo.trainers.dump import RolloutDump
 from megatron_dapo.trainers.feed import Feed, Settled
+from megatron_dapo.trainers.generation import scored_part
 from megatron_dapo.trainers.ledger import Ledger
 from megatron_dapo.trainers.replay import Closed, Entry, ReplayBuffer
 from megatron_dapo.trainers.stages import Ranks
@@ -40,6 +42,7 @@ class Rollouts:
     feed: Feed
     buffer: ReplayBuffer
     ledger: Ledger
+    dump: RolloutDump
     connect: Callable[[Ranks, Sequence[EngineClient]], Ranks]
     lends: bool = False
     _keys: dict[str, Sequence[str]] = field(default_factory=dict)  # a settled prompt's rows
@@ -62,10 +65,11 @@ class Rollouts:
         return taken
 
     def read(self, uids: Sequence[str]) -> list[Group]:
-        """Whole groups out of the queue: their draws are closed, their rows removed."""
+        """Groups out of the queue, less the samples that could not be scored: draws are closed, rows removed."""
         groups = rows.read_groups(self.queue, uids, self._keys)
+        self.dump.failed(groups)
         self._close([(uid, "trained") for uid in uids])
-        return groups
+        return [scored_part(group) for group in groups]
 
     def metrics(self, seconds: float, trainer_idle: float) -> Metrics:
         """Of the step that took so many seconds, of which the trainer spent some waiting for groups."""
@@ -73,6 +77,7 @@ class Rollouts:
         filters, gone = "training/filter_groups", ("filtered", "failed", "stale")
         return {
             f"{filters}/generated": Sum(counts["generated"]),
+            f"{filters}/kept": Sum(counts["generated"] - counts["filtered"] - counts["failed"]),
             f"{filters}/dropped": Sum(counts["filtered"]),
             f"{filters}/failed": Sum(counts["failed"]),
             f"{filters}/taken": Sum(counts["trained"]),
@@ -147,11 +152,24 @@ class Rollouts:
         self._close(closed)
 
     def _close(self, closed: Sequence[Closed]) -> None:
+        self._tell([(uid, outcome) for uid, outcome in closed if outcome != "trained"])
         for uid, outcome in closed:
             self.ledger.close(uid, outcome, self.buffer.step)
         self.queue.clear([key for uid, _ in closed for key in (uid, *self._keys.pop(uid))])
         if closed:
             self.ledger.flush()
+
+    def _tell(self, left: Sequence[Closed]) -> None:
+        """Groups that are of no use to the dump, while their rows are there."""
+        if not left or not self.dump.wanted:
+            return
+        groups = rows.read_groups(self.queue, [uid for uid, _ in left], self._keys)
+        self.dump.failed(groups)
+        for group, (_, outcome) in zip(map(scored_part, groups), left, strict=True):
+            if outcome == "filtered":
+                self.dump.filtered([group], [False], lambda one: [self.feed.value(score) for score in one.scores])
+            else:
+                self.dump.left(group, outcome)
 
 
 def _worth_keeping(tags: dict[str, Any]) -> list[str]:

@@ -22,7 +22,18 @@ from megatron_dapo.data.batch import ragged
 from megatron_dapo.engine.engine import StepResult
 from megatron_dapo.engine.losses import Normalizer
 from megatron_dapo.errors import UserError
-from megatron_dapo.metrics import Last, Mean, Metrics, Sum, agreement_metrics, merge, push_metrics, reduce
+from megatron_dapo.metrics import (
+    Last,
+    Mean,
+    Metrics,
+    Sum,
+    agreement_metrics,
+    measured,
+    merge,
+    push_metrics,
+    reduce,
+    routing_disagreement,
+)
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.tables import hf_shapes
 from megatron_dapo.parallel.capabilities import capabilities
@@ -48,13 +59,17 @@ class MiniBatchRows:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks as the stages see them: whom to call, how rows are dealt out, which ranks host a rollout engine."""
+    """The ranks as the stages see them: whom to call, how rows are dealt out, which ranks host a rollout engine.
+
+    `device` is the name of their GPU, None on a CPU host.
+    """
 
     group: WorkerGroup
     dispatcher: Dispatcher
     hosts: tuple[int, ...] = ()
     engines: tuple[PushEngine, ...] = ()  # those that no rank hosts
     route: Route | None = None  # how weights reach all of them
+    device: str | None = None
 
     def infer(
         self, batch: TensorDict, role: str, outputs: Sequence[str], *, replay: str | None = None, record: bool = False
@@ -122,8 +137,31 @@ def old_log_prob(ranks: Ranks, config: Config, batch: TensorDict) -> tuple[Tenso
         metrics["actor/entropy"] = Mean((outputs["entropy"] * batch["response_mask"]).sum(), tokens)
     added = _fields(batch, **outputs)
     if mode == "R2":
-        added["old_routing"] = ragged(ranks.routing(batch, ACTOR))
+        routing = ranks.routing(batch, ACTOR)
+        added["old_routing"] = ragged(routing)
+        metrics |= routing_agreement(batch, routing)
     return added, metrics
+
+
+def routing_agreement(batch: TensorDict, recorded: Sequence[Int[Tensor, "n layers k"]]) -> Metrics:
+    """`training/moe/routing_disagreement/*` over the response tokens that the rollout engine fed through its model.
+
+    `recorded` is the routing of each row in the old-log-prob pass. Nothing without `rollout_routing` in the batch.
+    """
+    if "rollout_routing" not in batch:
+        return {}
+    sampled, trained = [], []
+    for rollout, ours, prompt, response in zip(
+        batch["rollout_routing"],
+        recorded,
+        batch["prompt_length"].tolist(),
+        batch["response_length"].tolist(),
+        strict=True,
+    ):
+        fed = max(0, response - 1)  # the last token was sampled and never fed
+        sampled.append(rollout[len(rollout) - fed :])
+        trained.append(ours[prompt : prompt + fed])
+    return routing_disagreement(torch.cat(sampled), torch.cat(trained))
 
 
 def replayed(config: Config, batch: TensorDict) -> str | None:
@@ -180,12 +218,12 @@ def advantages(
     if algorithm.use_kl_in_reward:
         rewards, penalty = rewards_after_kl(config, batch, kl.value)
         kl.update(penalty["actor/reward_kl_penalty"], len(batch))
-        metrics |= {name: Mean(value, 1) for name, value in penalty.items()}
+        metrics |= {name: Mean(value * len(batch), len(batch)) for name, value in penalty.items()}  # means over rows
     added = {"token_level_rewards": rewards, "loss_mask": mask}
     correction = correction_config(config)
     if not correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
         corrected = correct_rollout(correction, batch["old_log_probs"], batch["rollout_log_probs"], mask)
-        metrics |= {name: Mean(value, 1) for name, value in corrected.metrics.items()}
+        metrics |= measured(corrected.metrics)
         mask = corrected.mask
         added["loss_mask"] = added["loss_mask"] if correction.count_rejected else mask
         if corrected.weights is not None:
@@ -299,13 +337,11 @@ def push_weights(ranks: Ranks, version: int) -> Metrics:
     reasons = [error for error in errors if error is not None] + [reason for one in pushed for reason in one.reasons]
     if reasons:
         raise PushFailed(reasons, [engine for engine, error in enumerate(errors) if error is not None])
-    # a slice that does not arrive as it was sent fails the push, so getting here means that all checksums agreed
     return push_metrics(
         time.perf_counter() - start,
         sum(one.sent for one in pushed),
         received=sum(one.received for one in pushed) + sum(map(received_bytes, taking)),
         stored=route.stored,
-        checksum_ok=True,
     )
 
 

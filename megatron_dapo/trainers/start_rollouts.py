@@ -21,13 +21,14 @@ from megatron_dapo.rollout.engine import RolloutEngine
 from megatron_dapo.rollout.fleet import Fleet
 from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.runtime.queue import Queue
+from megatron_dapo.trainers.expert_load import RankLoad
 from megatron_dapo.trainers.feed import Feed
 from megatron_dapo.trainers.ledger import LEDGER_FILE, Ledger
 from megatron_dapo.trainers.replay import SAMPLERS, ReplayBuffer, ReplayPolicy
 from megatron_dapo.trainers.rollouts import Rollouts
 from megatron_dapo.trainers.run import Run
 from megatron_dapo.trainers.stages import Ranks, connect_rollout
-from megatron_dapo.trainers.worker import engine_spec
+from megatron_dapo.trainers.worker import engine_spec, rank_load, tells_routing
 
 STORE_BYTES = 100 * 2**20  # nothing of ours lies in Ray's object store
 
@@ -68,6 +69,7 @@ def own_engines(config: Config, world: int, stop: StopRequest | None) -> Iterato
 def start_engines(config: Config, world: int) -> list[EngineClient]:
     """The driver's own engines, on the devices of this host that `split_cores` and the ranks leave."""
     width, cores = config.rollout.tensor_parallel_size, split_cores(config)[1]
+    routed = tells_routing(config, Architecture.from_dir(config.model.path))
     first = 0 if config.trainer.mode == "colocate_async" else world
     starts = [first + index * width for index in range(config.rollout.engines or 1)]
     return [
@@ -78,7 +80,7 @@ def start_engines(config: Config, world: int) -> list[EngineClient]:
                 gpus=tuple(range(start, start + width)) if capabilities().cuda else None,  # untested on GPU
                 cpus=None if capabilities().cuda else cores,
                 sleeps=config.trainer.mode == "colocate_async",
-                routed_experts=config.model.router_replay == "R3",
+                routed_experts=routed,
             )
         )
         for index, start in enumerate(starts)
@@ -103,7 +105,10 @@ def keep_to(cores: Sequence[int], local_world: int) -> None:
 def build_rollouts(config: Config, run: Run, engines: Sequence[EngineClient]) -> Rollouts:
     """Over engines that may still be loading; the queue starts in the Ray that this process is connected to."""
     fleet, queue = Fleet(engines), Queue.open(config.trainer.queue_storage_units)
-    run.generate = replace(run.generate, group=FleetGroup(fleet), hosts=(0,))
+    load = rank_load(config, run.arch)
+    if run.expert_load is not None:
+        run.expert_load.own = load
+    run.generate = replace(run.generate, group=FleetGroup(fleet, load), hosts=(0,))
     agent, filters = config.rollout.agent, config.algorithm.filter_groups
     conversation = Conversation(AGENTS.find(agent.name)(), run.tokenizer, run.sampling, agent.max_turns)
     feed = Feed(
@@ -115,6 +120,7 @@ def build_rollouts(config: Config, run: Run, engines: Sequence[EngineClient]) ->
         n=config.rollout.n,
         seed=config.trainer.seed,
         keep_partial=config.rollout.failed_groups == "keep",
+        load=load,
     )
     return Rollouts(
         loader=run.loader,
@@ -124,6 +130,7 @@ def build_rollouts(config: Config, run: Run, engines: Sequence[EngineClient]) ->
         buffer=ReplayBuffer(replay_policy(config), SAMPLERS.find(config.trainer.replay_sampler)),
         ledger=Ledger(Path(config.trainer.default_local_dir) / LEDGER_FILE),
         connect=partial(connect, arch=run.arch, transport=config.rollout.weight_transport),
+        dump=run.dump,
         lends=config.trainer.mode == "colocate_async",
     )
 
@@ -133,11 +140,13 @@ class FleetGroup:
     """The fleet in the words of `Generator`: validation prompts go to it beside everything else."""
 
     fleet: Fleet
+    load: RankLoad | None = None
     size = 1
 
     def call(self, method: str, shares: Sequence[Any] | None = None, **common: Any) -> list[Any]:
         assert shares is not None
-        return [self.fleet.run(self.fleet.generate_all(shares[0])).result()]
+        generations = self.fleet.run(self.fleet.generate_all(shares[0])).result()
+        return [generations if self.load is None else self.load.sampled(generations)]
 
     def close(self) -> None:
         pass

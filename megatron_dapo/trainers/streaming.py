@@ -8,7 +8,7 @@ The stages of an update are those of the sync loop.
 from dataclasses import replace
 
 from megatron_dapo.data.types import Group
-from megatron_dapo.metrics import Metrics, merge, staleness_metrics
+from megatron_dapo.metrics import Metrics, Sum, merge, staleness_metrics
 from megatron_dapo.resharding.push import PushFailed
 from megatron_dapo.rollout.client import EngineDied
 from megatron_dapo.trainers import report, stages
@@ -24,8 +24,8 @@ def fit(run: Run, rollouts: Rollouts) -> None:
     if run.step == 0:
         rollouts.ledger.start_over()
     push_weights(run, rollouts)
-    if config.val_before_train and run.step == 0:
-        report.log(run, 0, validate(run))
+    report.begin(run, validate(run) if config.val_before_train and run.step == 0 else {})
+    rollouts.fleet.busy_seconds()  # counts from here
     while run.step < run.total_steps and not run.stop:
         with timer.stage("step"):
             groups, metrics = step(run, rollouts, run.step + 1)
@@ -52,8 +52,7 @@ def step(run: Run, rollouts: Rollouts, number: int) -> tuple[list[Group], Metric
 
 def step_once(run: Run, rollouts: Rollouts, number: int, count: int) -> tuple[list[Group], Metrics]:
     """One local update on `count` whole groups, the oldest that are complete and not too old."""
-    with run.timer.stage("gen"):  # the trainer's idle time
-        groups = sample_groups(run, rollouts, count)
+    groups = sample_groups(run, rollouts, count)
     if not groups:  # where dynamic sampling may skip a step
         return [], {}
     versions = [one.weight_versions for group in groups for one in group.trajectories]
@@ -65,17 +64,20 @@ def step_once(run: Run, rollouts: Rollouts, number: int, count: int) -> tuple[li
 
 def sample_groups(run: Run, rollouts: Rollouts, count: int) -> list[Group]:
     """Waits for the groups, and meanwhile for engines that died and come back in need of weights."""
-    while (uids := rollouts.poll(count)) is None:
-        rollouts.fleet.sweep()
+    while True:
+        with run.timer.stage("gen"):  # the trainer's idle time
+            if (uids := rollouts.poll(count)) is not None:
+                return rollouts.read(uids)
+            rollouts.fleet.sweep()
         if rollouts.fleet.newcomers:
             push_weights(run, rollouts)
-    return rollouts.read(uids)
 
 
 def push_weights(run: Run, rollouts: Rollouts) -> Metrics:
     """The actor's weights, as version `run.step`, to every living engine; none serves without them."""
     with run.timer.stage("update_weights"):
         rollouts.fleet.wake("weights")
+        failed = 0
         while True:
             engines = rollouts.fleet.wait_loaded()
             try:
@@ -86,8 +88,9 @@ def push_weights(run: Run, rollouts: Rollouts) -> Metrics:
                 run.ranks = replace(run.ranks, engines=())
                 if all(engine.alive for engine in engines):
                     raise
+                failed += 1
             else:
                 break
         rollouts.fleet.serve(engines)
         rollouts.fleet.release()
-    return metrics
+    return {**metrics, "push/failed": Sum(failed)}

@@ -10,7 +10,7 @@ from megatron_dapo.data.batch import to_batch, union
 from megatron_dapo.data.types import Group
 from megatron_dapo.metrics import Metrics, merge
 from megatron_dapo.trainers import report, stages
-from megatron_dapo.trainers.generation import component_rewards, group_values, score_groups
+from megatron_dapo.trainers.generation import component_rewards, group_values, score_groups, scored_part
 from megatron_dapo.trainers.run import Run
 from megatron_dapo.trainers.validation import validate
 
@@ -19,8 +19,7 @@ def fit(run: Run) -> None:
     """From the step after the last finished one to the end, or until a stop is requested."""
     config, timer = run.config, run.timer
     push_weights(run)
-    if config.trainer.val_before_train and run.step == 0:
-        report.log(run, 0, validate(run))
+    report.begin(run, validate(run) if config.trainer.val_before_train and run.step == 0 else {})
     while run.step < run.total_steps and not run.stop:
         with timer.stage("step"):
             groups, metrics = sample_groups(run, run.step + 1)
@@ -43,7 +42,8 @@ def sample_groups(run: Run, step: int) -> tuple[list[Group], Metrics]:
             trajectories = run.generate(prompts, run.config.rollout.n, run.sampling, step=step)
         with run.timer.stage("reward"):
             groups = score_groups(run.reward, prompts, trajectories)
-        scored = [group for group in groups if group.scores]
+        run.dump.failed(groups)
+        scored = [group for group in map(scored_part, groups) if group.scores]
         metrics = merge(metrics, report.generation_metrics(scored))
         final = rewards_after_kl(run, scored) if metric == "seq_final_reward" else {}
         values_of = partial(group_values, metric=metric, final=final)
@@ -99,7 +99,7 @@ def greedy_baselines(run: Run, groups: list[Group], step: int) -> TensorDict:
     """`reward_baselines [b]`: the reward of one greedy response to each row's prompt (ReMax)."""
     prompts = [group.prompt for group in groups]
     trajectories = run.generate(prompts, 1, replace(run.sampling, temperature=0.0), step=step)
-    greedy = score_groups(run.reward, prompts, trajectories)
+    greedy = map(scored_part, score_groups(run.reward, prompts, trajectories))
     rewards = [one.scores[0].reward if one.scores else 0.0 for one in greedy]
     rows = [reward for reward, group in zip(rewards, groups, strict=True) for _ in group.trajectories]
     return TensorDict({"reward_baselines": torch.tensor(rows)}, batch_size=[len(rows)])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from tensordict import TensorDict
 from torch import Tensor
@@ -24,6 +25,7 @@ from megatron_dapo.engine.losses import Normalizer, actor_loss, critic_loss, sup
 from megatron_dapo.engine.offload import Offload
 from megatron_dapo.engine.random_state import load_random_state, save_random_state
 from megatron_dapo.engine.routing import RowRouting
+from megatron_dapo.metrics import Metrics, memory_metrics
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.export import export_hf
 from megatron_dapo.models.storage import storages
@@ -109,12 +111,9 @@ class Worker(SupervisedWorker):
         self._storages: dict[str, Tensor] = {}
         self._writes = AsyncCallsQueue()
         self._pushing = ExitStack()  # keeps the actor on the device from a push's first part to its last
-        counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
-        replays = config.model.router_replay == "R3"
-        self.expert_load = RankLoad(arch, keep_routing=replays) if counted else None
-        self.rollout = start_rollout(
-            config, topology, rank, routed_experts=counted or replays
-        )  # its process loads while Megatron is being built
+        self.expert_load = rank_load(config, arch)
+        # its process loads while Megatron is being built
+        self.rollout = start_rollout(config, topology, rank, routed_experts=tells_routing(config, arch))
         self.engines = build_engines(config, arch, topology, total_steps)
         self.offloads = {role: Offload(engine, offload_of(config, role)) for role, engine in self.engines.items()}
 
@@ -144,6 +143,18 @@ class Worker(SupervisedWorker):
                 engine.train_step(batch.micro_batches, critic_loss(self.config.critic, batch.normalizer), ["values"])
                 for batch in mini_batches
             ]
+
+    def ranks_per_node(self) -> int:
+        """How many ranks stand on this rank's node, as its launcher says; all of them where none does."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.topology.world))
+
+    def device_name(self) -> str | None:
+        """The name of this rank's GPU; None on a CPU host."""
+        return torch.cuda.get_device_name() if capabilities().cuda else None
+
+    def memory(self) -> Metrics:
+        """Peak memory of this rank's device and process, see `memory_metrics`."""
+        return memory_metrics()
 
     def hosts_engine(self) -> bool:
         """Whether a rollout engine lives on this rank."""
@@ -286,6 +297,22 @@ def policy_loss_config(config: Config) -> PolicyLossConfig:
 def correction_config(config: Config) -> RolloutCorrectionConfig:
     """The rollout correction of this run, in the words of the algorithms."""
     return RolloutCorrectionConfig(**config.algorithm.rollout_correction.model_dump(exclude={"preset"}))
+
+
+def rank_load(config: Config, arch: Architecture) -> RankLoad | None:
+    """What counts expert load beside an engine; None for a dense model, or where nobody wants to know.
+
+    Under router replay routing is handed on: R3 follows it, R2 compares it with the trainer's own.
+    """
+    if arch.mixture is None or config.trainer.log_expert_load_every <= 0:
+        return None
+    return RankLoad(arch, keep_routing=config.model.router_replay != "none")
+
+
+def tells_routing(config: Config, arch: Architecture) -> bool:
+    """Whether rollout engines must tell every token's experts: to be counted or followed."""
+    counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
+    return counted or config.model.router_replay == "R3"
 
 
 def start_rollout(config: Config, topology: Topology, rank: int, *, routed_experts: bool) -> RolloutEngine | None:

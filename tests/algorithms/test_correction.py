@@ -17,15 +17,21 @@ from megatron_dapo.algorithms import (
     rollout_correction_preset,
 )
 from megatron_dapo.algorithms.correction import REJECTION_OPTIONS
+from megatron_dapo.algorithms.correction.correct import RolloutCorrection
+from megatron_dapo.metrics import compute, measured, reduce
 from tests.algorithms.cases import MASK, OLD, ROLLOUT, Batch, batches, given, padded
 from tests.algorithms.verl_numbers import NUMBERS, given_input
 
 PREFIX = "rollout_corr/"
 
 
+def told(found: RolloutCorrection) -> dict[str, float]:
+    return compute(measured(found.metrics))
+
+
 def oracle(**settings: Any) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     found = rollout_correction(OLD, ROLLOUT, MASK, **settings)
-    return found.weights, found.mask, {key.removeprefix(PREFIX): value for key, value in found.metrics.items()}
+    return found.weights, found.mask, {key.removeprefix(PREFIX): value for key, value in told(found).items()}
 
 
 def test_diagnostics_oracle() -> None:
@@ -130,7 +136,7 @@ def test_verl_numbers(case: int) -> None:
         assert found.weights is None
     else:
         assert torch.allclose(found.weights, torch.tensor(expected["weights"]), atol=1e-5)
-    assert found.metrics == pytest.approx(expected["metrics"], rel=1e-4, abs=2e-5)
+    assert told(found) == pytest.approx(expected["metrics"], rel=1e-4, abs=2e-5)
 
 
 # ---- on which side of r = π_old / π_rollout a threshold acts
@@ -181,7 +187,7 @@ def test_icepop_statistics() -> None:
         ratios.log() - 9, torch.full((1, 3), -9.0), torch.ones(1, 3), rollout_is="token", rollout_is_threshold="0.5_5.0"
     )
     expected = {"rollout_is_oob_ratio": 2 / 3, "rollout_is_std": 0.3771236, "rollout_is_eff_sample_size": 1 / 3}
-    assert {key: found.metrics[PREFIX + key] for key in expected} == pytest.approx(expected, rel=1e-4)
+    assert {key: told(found)[PREFIX + key] for key in expected} == pytest.approx(expected, rel=1e-4)
     assert found.mask.all()
 
 
@@ -259,10 +265,10 @@ def test_padding_order_and_gradients(batch: Batch, settings: dict[str, Any]) -> 
     wide = rollout_correction(*dirty, padded(batch.mask, 2), **settings)
     assert torch.equal(wide.mask[:, :-2], expected.mask) and torch.equal(shuffled.mask, expected.mask[order])
     assert not wide.mask[:, -2:].any() and not (expected.mask & ~batch.mask).any()
-    assert wide.metrics == pytest.approx(expected.metrics, abs=1e-9) and shuffled.metrics == pytest.approx(
-        expected.metrics, abs=1e-9
+    assert told(wide) == pytest.approx(told(expected), abs=1e-9) and told(shuffled) == pytest.approx(
+        told(expected), abs=1e-9
     )
-    assert all(math.isfinite(value) for value in expected.metrics.values())
+    assert all(math.isfinite(value) for value in told(expected).values())
     if expected.weights is not None:
         assert torch.allclose(wide.weights[:, :-2], expected.weights) and torch.allclose(
             shuffled.weights, expected.weights[order]
@@ -283,8 +289,20 @@ def test_equal_policies_need_no_correction(batch: Batch, level: str) -> None:
         rollout_rs_threshold=1.0001,
     )
     assert torch.equal(found.weights, batch.mask.double()) and torch.equal(found.mask, batch.mask)
-    assert found.metrics[PREFIX + "kl"] == found.metrics[PREFIX + "chi2_seq"] == 0
-    assert found.metrics[PREFIX + "ppl_ratio"] == 1
+    assert told(found)[PREFIX + "kl"] == told(found)[PREFIX + "chi2_seq"] == 0
+    assert told(found)[PREFIX + "ppl_ratio"] == 1
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("rows", [(2, 1), (1, 1, 1)], ids=str)
+def test_metrics_of_micro_batches_are_those_of_the_whole(level: str, rows: tuple[int, ...]) -> None:
+    """Extremes, deviations and the effective sample size are no means of those of the parts."""
+    settings = {"rollout_is": level, "rollout_is_threshold": "0.5_2.0"}
+    settings |= {"rollout_rs": "token_k1,seq_mean_k3,seq_max_k2", "rollout_rs_threshold": "0.8_1.3,0.1,0.2"}
+    parts = zip(*(tensor.split(rows) for tensor in (OLD, ROLLOUT, MASK)), strict=True)
+    merged = compute(reduce(measured(rollout_correction(*part, **settings).metrics) for part in parts))
+    assert merged == pytest.approx(told(rollout_correction(OLD, ROLLOUT, MASK, **settings)), rel=1e-5, abs=1e-7)
+    assert len(merged) > 50
 
 
 def test_no_valid_token_at_all() -> None:
@@ -292,8 +310,7 @@ def test_no_valid_token_at_all() -> None:
     found = rollout_correction(
         OLD, ROLLOUT, nothing, rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=2
     )
-    assert not found.mask.any() and (found.weights == 0).all()
-    assert all(math.isfinite(value) for value in found.metrics.values())
+    assert not found.mask.any() and (found.weights == 0).all() and told(found) == {}
 
 
 def test_extreme_gaps_stay_finite() -> None:
@@ -301,7 +318,7 @@ def test_extreme_gaps_stay_finite() -> None:
     found = rollout_correction(
         old, rollout, torch.ones(1, 2), rollout_is="token", rollout_rs="seq_max_k3", rollout_rs_threshold=1.0
     )
-    assert all(math.isfinite(value) for key, value in found.metrics.items() if "ppl" not in key)
+    assert all(math.isfinite(value) for key, value in told(found).items() if "ppl" not in key)
     assert found.weights.tolist() == [[2.0, pytest.approx(math.exp(-20))]] and not found.mask.any()
 
 

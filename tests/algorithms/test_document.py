@@ -52,6 +52,7 @@ def test_files_exist_and_every_file_of_a_technique_is_named() -> None:
         "__init__.py",
         "base.py",
         "masked.py",
+        "measured.py",
         "registry.py",
         "groups.py",
         "scan.py",

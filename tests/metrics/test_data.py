@@ -4,7 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from megatron_dapo.metrics import compute, data_metrics, reduce, sequence_balance_metrics
+from megatron_dapo.metrics import Histogram, compute, data_metrics, reduce, sequence_balance_metrics
+from megatron_dapo.metrics.data import LENGTH_EDGES
 
 
 def small_batch() -> TensorDict:
@@ -41,6 +42,8 @@ def test_against_hand_computed_values():
         "critic/values/mean": 1.5,
         "critic/vf_explained_var": float(1 - residual / (variance + 1e-5)),
         "response_length/mean": 4 / 3,
+        "response_length/p10": 0.15,  # one of three is empty: within the bin from 0 to a half
+        "response_length/p50": 1.0,
         "response_length/clip_ratio": 1 / 3,
         "response_length_non_aborted/mean": 2.0,
         "response_length_non_aborted/clip_ratio": 0.5,
@@ -57,6 +60,12 @@ def test_row_splits_merge_to_the_whole():
     whole = compute(data_metrics(batch, use_critic=True))
     parts = compute(reduce(data_metrics(batch[i : i + 1], use_critic=True) for i in range(3)))
     assert parts == pytest.approx(whole)
+
+
+def test_quantiles_of_lengths_are_within_a_twentieth():
+    lengths = torch.arange(1, 30_001)
+    found = Histogram.of(lengths, LENGTH_EDGES).compute()
+    assert found == pytest.approx({"/p10": 3000, "/p50": 15000, "/p90": 27000, "/p99": 29700}, rel=0.05)
 
 
 def test_all_aborted_gives_no_score_and_no_exception():

@@ -7,6 +7,7 @@ import os
 import signal
 
 from megatron_dapo.metrics import JsonlWriter, read_jsonl
+from megatron_dapo.report.run_files import read_rows
 
 
 def test_one_object_per_line_and_non_finite_floats(tmp_path):
@@ -38,6 +39,18 @@ def test_a_torn_line_longer_than_a_block_and_a_file_without_any_whole_line(tmp_p
     path.write_text('{"x": "' + "y" * 200_000)
     JsonlWriter(path).close()
     assert path.read_bytes() == b""
+
+
+def test_a_write_that_failed_halfway_costs_its_own_line_only(tmp_path, caplog):
+    path = tmp_path / "m.jsonl"
+    writer = JsonlWriter(path)
+    writer.write({"step": 1})
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')  # what a full disk leaves
+    writer.write({"step": 3})
+    writer.close()
+    assert path.read_text().splitlines()[1:] == ['{"step": 2, "lo', '{"step": 3}']
+    assert read_jsonl(path) == read_rows(path) == [{"step": 1}, {"step": 3}] and "line 2" in caplog.text
 
 
 def write_and_die(path) -> None:

@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.metrics import MoELoadAccumulator, routing_disagreement, source_distance
+from megatron_dapo.metrics import MoELoadAccumulator, compute, merge, routing_disagreement, source_distance
 from megatron_dapo.metrics.moe import CPU_CHUNK, balance
 
 L, E, K = 2, 4, 2
@@ -57,6 +57,18 @@ def test_a_trajectory_counts_as_its_padded_row_does():
     for too_short in (0, 1):
         single.update_trajectory(routed[0, :-1], too_short)
     assert torch.equal(padded.counts, single.counts)
+
+
+def test_many_trajectories_count_as_each_of_them_does(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.metrics.moe.CPU_CHUNK", 10 * L * K)  # several together, and some alone
+    samples = [(routing(1, 5 + n)[0], n) for n in (0, 1, 2, 30, 3, 4, 7, 12)]
+    together, alone = MoELoadAccumulator(L, E), MoELoadAccumulator(L, E)
+    together.update_trajectories(samples)
+    for ids, length in samples:
+        alone.update_trajectory(ids, length)
+    assert torch.equal(together.counts, alone.counts) and int(alone.counts.sum()) == (1 + 29 + 2 + 3 + 6 + 11) * L * K
+    with pytest.raises(ValueError, match="9 response tokens need 8"):
+        alone.update_trajectories([(routing(1, 5)[0], 9)])
 
 
 def test_a_trajectory_whose_prompt_came_from_the_prefix_cache_counts_the_same():
@@ -186,13 +198,15 @@ def test_scratch_memory_does_not_grow_with_the_tokens(monkeypatch):
 def test_routing_disagreement_ignores_order_and_names_layers():
     a = torch.tensor([[[0, 1], [2, 3]], [[0, 1], [2, 3]]])
     b = torch.tensor([[[1, 0], [2, 0]], [[1, 0], [1, 0]]], dtype=torch.uint8)
-    got = routing_disagreement(a, b)
+    got = compute(routing_disagreement(a, b))
     assert got == {
         "training/moe/routing_disagreement/layer_0": 0.0,
         "training/moe/routing_disagreement/layer_1": 0.75,
         "training/moe/routing_disagreement/max": 0.75,
         "training/moe/routing_disagreement/avg": 0.375,
     }
+    halves = merge(routing_disagreement(a[:1], b[:1]), routing_disagreement(a[1:], b[1:]))
+    assert compute(halves) == got
     assert routing_disagreement(a[:0], b[:0]) == {}
     with pytest.raises(ValueError, match="one shape"):
         routing_disagreement(a, b[:1])

@@ -44,10 +44,10 @@ def everything_this_room_emits() -> set[str]:
         m.eviction_metrics([1]),
         m.spec_decode_metrics([1], [1], [1]),
         m.group_metrics([1, 0], [0, 0]),
-        m.reward_metrics([1.0], [1.0], [1.0], [False]),
+        m.reward_metrics([1.0], [1.0], [1.0]),
         m.source_metrics(["openai/gsm8k"], [1.0]),
         m.verifier_metrics({"timeouts": 1}, [0.1]),
-        m.push_metrics(1.0, 1, bound_seconds=1.0, checksum_ok=True),
+        m.push_metrics(1.0, 1, received=1, stored=1),
         m.validation_metrics(["a/b"] * 3, ["p"] * 3, {"acc": [1, 0, 1], "reward": [1, 0, 1]}, ["x", "y", "x"]),
         m.routing_disagreement(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2)),
         m.source_distance(acc, acc),
@@ -78,8 +78,22 @@ def test_every_name_written_out_anywhere_in_the_package_is_documented():
     assert not missing, f"document these in metrics/names.py: {[(name, found[name]) for name in missing]}"
 
 
+def test_every_family_is_fed():
+    """A family that nobody calls is documented and charted for nothing."""
+    rooms = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "metrics"]
+    calls = [
+        node.func for path in rooms for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+    ]
+    called = {node.id for node in calls if isinstance(node, ast.Name)}
+    families = {name for name in m.__all__ if name.endswith("_metrics")} | {"routing_disagreement", "source_distance"}
+    assert len(families) > 15 and families - called == set()
+
+
 def test_an_unknown_name_is_reported_and_step_is_not_a_metric():
-    assert undocumented(["actor/entropi", "step", "actor/entropy", "actor/entropy/p99"]) == ["actor/entropi"]
+    assert undocumented(["actor/entropi", "step", "actor/entropy", "actor/entropy/p99"]) == [
+        "actor/entropi",
+        "actor/entropy/p99",
+    ]
     assert describe("rollout/moe/cv/layer_12").good == "near 0" and describe("rollout/moe/cv/layer_x") is None
     assert describe("val-core/openai/gsm8k/acc/best@32/mean").unit == "value"
 

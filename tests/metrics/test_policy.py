@@ -8,6 +8,7 @@ from megatron_dapo.metrics import (
     compute,
     eviction_metrics,
     merge,
+    reduce,
     spec_decode_metrics,
     staleness_metrics,
     variance_proxy_metrics,
@@ -66,6 +67,13 @@ def test_agreement():
     corr = float(torch.corrcoef(torch.stack([p, q]))[0, 1])
     assert got["training/rollout_actor_probs_pearson_corr"] == pytest.approx(corr)
     assert agreement_metrics(OLD, OLD, torch.zeros_like(MASK)) == {}
+
+
+def test_agreement_of_micro_batches_is_that_of_the_whole():
+    """Neither a standard deviation nor a correlation is the mean of those of the parts."""
+    rollout = OLD * torch.tensor([[1.0], [1.3], [0.6]])
+    parts = [agreement_metrics(OLD[i : i + 1], rollout[i : i + 1], MASK[i : i + 1]) for i in range(3)]
+    assert compute(reduce(parts)) == pytest.approx(compute(agreement_metrics(OLD, rollout, MASK)))
 
 
 def test_staleness():

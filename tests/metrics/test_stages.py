@@ -25,33 +25,31 @@ def test_groups_by_signal():
     assert compute(group_metrics([], [])) == {}
 
 
-def test_failed_trajectories_count_only_as_failed():
-    got = compute(reward_metrics([0.5, 99.0], [1.0, 99.0], [1.0, 0.0], [False, True]))
-    assert got["reward/shaped/mean"] == 0.5 and got["reward/raw/max"] == 1.0 and got["reward/acc/mean"] == 1.0
-    assert got["reward/shaping/mean"] == -0.5 and got["reward/failed_ratio"] == 0.5
-    assert compute(reward_metrics([1.0], [1.0], [1.0], [True])) == {"reward/failed_ratio": 1.0}
-    assert compute(reward_metrics([], [], [], [])) == {}
+def test_rewards():
+    got = compute(reward_metrics([0.5, 1.0], [1.0, 1.0], [1.0, 0.0]))
+    assert got["reward/shaped/mean"] == 0.75 and got["reward/raw/max"] == 1.0 and got["reward/acc/mean"] == 0.5
+    assert got["reward/shaping/mean"] == -0.25
+    assert compute(reward_metrics([], [], [])) == {}
 
 
 def test_verifiers_and_sources():
     got = compute(merge(verifier_metrics({"timeouts": 1}, [0.1, 0.3]), verifier_metrics({"timeouts": 2})))
     assert got["verifier/count/timeouts"] == 3 and got["verifier/seconds/mean"] == pytest.approx(0.2)
+    assert "reward/failed_ratio" not in got  # nothing was scored
+    some = merge(verifier_metrics({"scored": 6, "failed": 1}), verifier_metrics({"scored": 2, "failed": 1}))
+    assert compute(some)["reward/failed_ratio"] == 0.25
     by_source = compute(source_metrics(["openai/gsm8k", "aime", "aime"], [1, 0, 1]))
     assert by_source["source/aime/acc"] == 0.5 and by_source["source/openai/gsm8k/trajectories"] == 1
 
 
 def test_push():
-    fine = push_metrics(
-        0.5, 2_000_000_000, received=2_040_000_000, stored=2_000_000_000, bound_seconds=0.4, checksum_ok=True
-    )
-    got = compute(merge(fine, push_metrics(1.0, 1_000_000_000, bound_seconds=0.6, checksum_ok=False)))
+    fine = push_metrics(0.5, 2_000_000_000, received=2_040_000_000, stored=2_000_000_000)
+    got = compute(merge(fine, push_metrics(1.0, 1_000_000_000, received=2_000_000_000, stored=2_000_000_000)))
     assert got == {
         "push/seconds": 1.5,
         "push/seconds_max": 1.0,
         "push/bytes": 3e9,
-        "push/bytes_received": 2.04e9,
-        "push/received_over_stored": 1.02,
+        "push/bytes_received": 4.04e9,
+        "push/ratio_to_bound": 1.01,
         "push/gigabytes_per_s": 2.0,
-        "push/ratio_to_bound": 1.5,
-        "push/checksum_ok": 0.0,
     }

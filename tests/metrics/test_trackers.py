@@ -3,10 +3,12 @@
 import logging
 import sys
 import types
+from typing import get_args
 
 import pytest
 
-from megatron_dapo.metrics import Trackers, read_jsonl
+from megatron_dapo.config.trainer import Tracker
+from megatron_dapo.metrics import JsonlWriter, Trackers, read_jsonl
 from megatron_dapo.metrics.trackers import GIVE_UP_AFTER, OPENERS, Console
 
 CONFIG = {"trainer": {"project_name": "p", "experiment_name": "e"}, "rollout": {"n": 4}}
@@ -91,6 +93,57 @@ def test_a_failing_tracker_is_said_once_and_left_out_in_the_end(tmp_path, caplog
         "tracker trackio failed 3 times in a row and is left out",
     ]
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
+
+
+def test_the_record_is_never_given_up_and_catches_up(tmp_path, monkeypatch):
+    write, broken = JsonlWriter.write_all, [True] * (GIVE_UP_AFTER + 2)
+
+    def full_disk(self, rows):
+        if broken:
+            broken.pop()
+            raise OSError(28, "No space left on device")
+        write(self, rows)
+
+    monkeypatch.setattr(JsonlWriter, "write_all", full_disk)
+    trackers = Trackers([], tmp_path, CONFIG)
+    for step in range(8):
+        trackers.log(step, {"a": 1.0})
+    trackers.close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(8))
+
+
+def test_the_configuration_offers_every_tracker():
+    assert set(get_args(Tracker)) == set(OPENERS)
+
+
+class Recorder:
+    """A library that notes what is called."""
+
+    def __init__(self, calls, name=""):
+        self._calls, self._name = calls, name
+
+    def __getattr__(self, name):
+        return Recorder(self._calls, f"{self._name}.{name}".strip("."))
+
+    def __call__(self, *args, **kwargs):
+        self._calls.append((self._name, args, kwargs))
+        return self
+
+
+@pytest.mark.parametrize(
+    ("name", "logged"),
+    [
+        ("swanlab", ("log", ({"actor/entropy": 0.5},), {"step": 3})),
+        ("clearml", ("Task.init.get_logger.report_scalar", ("actor", "entropy", 0.5), {"iteration": 3})),
+    ],
+)
+def test_what_a_library_that_is_not_here_would_get(name, logged, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setitem(sys.modules, name, Recorder(calls))
+    trackers = Trackers([name], tmp_path, CONFIG)
+    trackers.log(3, {"actor/entropy": 0.5})
+    assert logged in calls and trackers.active == ["jsonl", name]
+    trackers.close()
 
 
 def test_wandb_gets_a_stable_id_so_that_a_resumed_run_continues(tmp_path, monkeypatch):

@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.metrics import (
+    Correlation,
     ExplainedVariance,
     Histogram,
     Last,
     Max,
     Mean,
     Min,
+    PerLayer,
     Std,
     Sum,
     compute,
@@ -34,6 +36,8 @@ def everything(values: torch.Tensor) -> dict:
         "std": Std.of(values),
         "hist": Histogram.of(values, (-1e3, -10.0, 0.0, 10.0, 1e3)),
         "explained": ExplainedVariance(Std.of(values * 0.5), Std.of(values)),
+        "correlation": Correlation.of(values, values.square()),
+        "layers": PerLayer((float(values.sum()), 1.0 * len(values)), len(values)),
     }
 
 
@@ -45,6 +49,14 @@ def test_any_split_gives_what_the_whole_gives(parts):
     assert merged.keys() == whole.keys()
     for name, value in whole.items():
         assert merged[name] == pytest.approx(value, rel=1e-9, abs=1e-6), name
+
+
+def test_correlation_is_pearsons():
+    x = torch.tensor([1.0, 2.0, 4.0, 7.0])
+    y = torch.tensor([2.0, 1.0, 9.0, 3.0])
+    whole = Correlation.of(x, y).compute()[""]
+    assert whole == pytest.approx(float(torch.corrcoef(torch.stack([x, y]))[0, 1]))
+    assert Correlation.of(x, y * 0).compute() == {}
 
 
 def test_a_mean_over_one_and_a_hundred_tokens_is_weighted():

@@ -107,8 +107,11 @@ def _row(step: int, steps: int, rng: np.random.Generator, rate: float) -> dict[s
         "perf/max_memory_reserved_gb": 70.4,
         "push/seconds": 1.1 + 0.05 * noise[8],
         "push/bytes": 61e9,
-        "push/ratio_to_bound": 1.2 + 0.03 * noise[8],
-        "push/checksum_ok": 1.0,
+        "push/ratio_to_bound": 1.02,
+        "response_length/p10": 0.3 * length,
+        "response_length/p90": 2.1 * length,
+        "response_length/p99": 4.5 * length,
+        "push/failed": 0,
         "timing_s/step": step_seconds,
         **{f"timing_s/{name}": value for name, value in seconds.items()},
     }

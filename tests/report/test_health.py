@@ -20,7 +20,7 @@ def run_of(tmp_path, columns: dict, config: str = ""):
     ("columns", "level", "words"),
     [
         ({"actor/grad_norm": [1.0, "NaN", "Infinity"]}, "bad", "actor/grad_norm is not finite at step 2 and 1 more"),
-        ({"push/checksum_ok": [1.0, 0.0]}, "bad", "checksum"),
+        ({"push/failed": [0.0, 1.0]}, "bad", "checksum"),
         ({"training/rollout_logprob_diff_max": [1e-5, 0.02]}, "bad", "disagree by up to 0.02"),
         ({"actor/entropy": [1.0] * 10 + [0.01] * 10}, "warn", "Entropy fell"),
         ({"critic/score/mean": [0.5] * 10 + [0.4] * 10}, "warn", "did not rise"),
@@ -28,6 +28,8 @@ def run_of(tmp_path, columns: dict, config: str = ""):
         ({"actor/grad_norm": [1.0, 1.2, 900.0, 1.1]}, "warn", "jumped to 900 at step 3 (median 1.1)"),
         ({"actor/pg_clipfrac": [0.5]}, "warn", "50% of tokens are clipped"),
         ({"response_length/clip_ratio": [0.3]}, "warn", "30% of responses hit"),
+        ({"rollout/moe/routed_experts_found": [1.0, 0.0]}, "warn", "No expert choices came from rollout at step 2"),
+        ({"rollout/moe/invalid_assignments": [3.0]}, "bad", "3 expert ids of rollout"),
         ({"rollout/moe/gpu_load/max_over_mean": [2.0]}, "warn", "factor of 2.00"),
         ({"actor/entropy": [1.0, 0.9]}, "good", "Nothing stands out"),
     ],
@@ -43,7 +45,7 @@ def test_low_precision_may_differ_more(tmp_path):
 
 
 def test_worst_comes_first(tmp_path):
-    found = notes(run_of(tmp_path, {"actor/pg_clipfrac": [0.5], "push/checksum_ok": [0.0]}))
+    found = notes(run_of(tmp_path, {"actor/pg_clipfrac": [0.5], "push/failed": [1.0]}))
     assert [note.level for note in found] == ["bad", "warn"]
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.report import watch
+from megatron_dapo.report.health import figures
+from megatron_dapo.report.run_files import read_run
 from megatron_dapo.report.watch import sparkline
 from tests.report.example_run import write_example
 
@@ -41,6 +43,20 @@ def test_a_finished_run_ends_the_view(tmp_path):
     (run / "config.yaml").write_text(config)
     text = shown(run, interval=0.01)
     assert "step 12 of 12" in text and "done in" in text
+
+
+def test_a_run_of_epochs_says_itself_when_it_ends(tmp_path):
+    run = write_example(tmp_path / "run", steps=12)
+    (run / "config.yaml").write_text("trainer: {total_epochs: 1}")
+    assert "step 12 of" not in shown(run, once=True)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "training/total_steps": 20}\n')
+    text = shown(run, once=True)
+    assert "step 12 of 20" in text and "to go" in text
+    assert figures(read_run(run))[0].before == "of 20"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "training/total_steps": 20}\n')
+    assert "step 20 of 20" in shown(run, interval=0.01)  # it returns
 
 
 def test_an_empty_run_and_a_missing_one(tmp_path):

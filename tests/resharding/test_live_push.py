@@ -85,7 +85,7 @@ def drive(group: Any, config: Any, topology: Any, arch: Any, changed: list[str],
         answers = group.call("generate", [asked if rank in hosts else [] for rank in range(4)])
         model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
         found["differences"].append(max(tiny.worst_difference(model, asked, answers[host]) for host in hosts))
-        found["ratios"].append(metrics["push/received_over_stored"])
+        found["ratios"].append(metrics["push/ratio_to_bound"])
         found["versions"].append({v for host in hosts for g in answers[host] for v in g.weight_versions})
     planned = [set(layout) for layout in rollout_layouts(arch, 2)]
     found["planned"] = [set(layout) for layout in ranks.route.destinations.values()] == planned * 2

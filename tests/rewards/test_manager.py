@@ -58,6 +58,8 @@ def test_built_in_scores(tokenizer):
         assert scores[0].extra == {"score": 1.0, "pred": "5"}
         assert scores[2].extra["symbolic"] == "equal"
         assert manager.counts == {"scored": 4, "in_process": 3, "pooled": 1}
+        (seconds,) = manager.take_seconds()  # of the job that a worker did
+        assert 0 < seconds < 60 and manager.take_seconds() == []
 
 
 def test_strict_follows_the_published_rules(tokenizer):

@@ -44,7 +44,7 @@ def test_a_tool_answers_and_its_tokens_are_masked():
     assert "".join(map(str, made.response_mask)) == spoken
     assert made.rollout_log_probs == tuple(-1.0 * int(c) for c in spoken)
     assert made.weight_versions == (1,) * 17 + (2,) * 6  # per turn; an observation has that of what it answers
-    assert made.finish_reason == "stop"
+    assert made.finish_reason == "stop" and (made.turns, made.tool_calls) == (2, 1)
     assert asked[1].prompt_ids == PROMPT.token_ids + made.response_ids[:17]
     assert [request.sampling.max_tokens for request in asked] == [100, 83]
     assert asked[0].seed != asked[1].seed and asked[0].request_id != asked[1].request_id
@@ -52,7 +52,7 @@ def test_a_tool_answers_and_its_tokens_are_masked():
 
 def test_one_turn_is_one_generation():
     made, asked = talk(["calc(1+1)"], agent="single_turn", max_turns=1)
-    assert len(asked) == 1 and made.response_mask == (1,) * 9
+    assert len(asked) == 1 and made.response_mask == (1,) * 9 and (made.turns, made.tool_calls) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
-from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampling, sample_seed
+from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampling, added, sample_seed
+from megatron_dapo.rollout.server import speculation
 from megatron_dapo.rollout.spec import EngineSpec, environment, threads_bind, vllm_arguments
 from megatron_dapo.rollout.wire import pack_generations, pack_requests, unpack_generations, unpack_requests
 
@@ -39,6 +41,8 @@ def test_generations_survive_the_wire() -> None:
     one = Generation("a", (1, 2), (-0.5, -1.25), "stop", 7, (3, 4))
     two = Generation("b", (), (), "abort", None, ())
     three = Generation("c", (9,), (0.0,), "stop", "\n", (4,), experts)
+    four = Generation("d", (9,), (0.0,), "stop", None, (4,), speculation=(6, 3, 2))
+    assert unpack_generations(pack_generations([four])) == [four]
     got = unpack_generations(pack_generations([one, two, three]))
     assert got[:2] == [one, two]
     assert got[2].routed_experts is experts
@@ -75,3 +79,16 @@ def test_the_users_engine_arguments_win() -> None:
     assert (arguments["block_size"], arguments["max_logprobs"]) == (64, 5)
     assert arguments["enforce_eager"] is True
     assert vllm_arguments(EngineSpec("m"), on_cpu=False)["enforce_eager"] is False
+
+
+def test_speculation_is_asked_for_where_there_is_some_and_counted() -> None:
+    plain = vllm_arguments(EngineSpec("m"), on_cpu=True)
+    drafting = vllm_arguments(EngineSpec("m", engine_kwargs={"speculative_config": {"method": "ngram"}}), on_cpu=True)
+    assert "per_request_spec_decode_metrics" not in plain and drafting["per_request_spec_decode_metrics"] == "summary"
+    told = RequestSpecDecodeMetrics.new(3)
+    for drafted, accepted in ((3, 2), (3, 0), (2, 2)):
+        told.observe(drafted, accepted)
+    assert speculation(told) == (8, 4, 3) and speculation(None) is None
+    assert (
+        added((8, 4, 3), (1, 1, 1)) == (9, 5, 4) and added(None, (1, 1, 1)) == (1, 1, 1) and added(None, None) is None
+    )

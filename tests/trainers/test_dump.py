@@ -1,5 +1,6 @@
 """A step's generations on disk and back on the screen: every trajectory with its advantage and its fate."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_dapo.data.tokenizer import file_texts, train_tokenizer
 from megatron_dapo.data.types import Group, Prompt, Score, Trajectory
 from megatron_dapo.report import read_run
 from megatron_dapo.trainers.dump import RolloutDump
-from megatron_dapo.trainers.generation import group_values
+from megatron_dapo.trainers.generation import group_values, scored_part
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,25 @@ def test_every_trajectory_is_kept_with_its_fate(kind: str, tokenizer, tmp_path: 
     ]  # fmt: skip
     assert [row["advantage"] for row in rows] == [pytest.approx(0.6), pytest.approx(-0.6), None, None, None, None]
     assert (rows[0]["prompt"], rows[0]["response"], rows[0]["ground_truth"]) == ("1+1=?", "Answer: 2", "2")
+
+
+def test_a_sample_that_could_not_be_scored_is_kept(tokenizer, tmp_path: Path):
+    trainer = {"default_local_dir": str(tmp_path), "rollout_data_dir": str(tmp_path / "rollouts")}
+    config = Config(trainer=trainer)
+    config.save(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    whole = group(tokenizer, 1, {"Answer: 2": 1.0, "Answer: 7": 0.0, "loop": 0.0})
+    whole = replace(whole, scores=(*whole.scores[:2], Score(0.0, 0.0, 0.0, status="failed")))
+    dump = RolloutDump(config, tokenizer)
+    dump.failed([whole])
+    dump.left(group(tokenizer, 2, {"old": 0.0}), "stale")
+    dump.write(1, [scored_part(whole)])
+    rows = read_run(tmp_path).rollouts(1)
+    assert [(row["uid"], row["sample"], row["fate"], row["status"]) for row in rows] == [
+        ("0-1-0", 0, "trained", "ok"), ("0-1-0", 1, "trained", "ok"), ("0-1-0", 2, "failed", "failed"),
+        ("0-2-0", 0, "stale", "ok"),
+    ]  # fmt: skip
+    assert main(["rollouts", str(tmp_path)]) == 0
 
 
 def test_without_a_directory_nothing_is_kept(tokenizer, tmp_path: Path):

@@ -38,6 +38,12 @@ def test_response_tokens_of_mixture_layers_are_counted_and_routing_stays(layers:
     taken = load.take()
     assert taken.rollout.tolist() == [[2, 1, 1, 0], [0, 2, 2, 0]] and taken.training is None
     assert load.take() == Counts(None, None)
+    wrong = routing(2)
+    wrong[4, 0] = 7  # no such expert
+    load.sampled([sample(wrong)])
+    assert load.take().invalid == 2
+    load.sampled([sample(None)])
+    assert not load.take().rollout.any()  # sampled, and nobody told where it went
     assert RankLoad(ARCH, keep_routing=True).sampled([sample(routing(2))])[0].routed_experts is not None
 
 
@@ -74,6 +80,26 @@ def test_ranks_add_up_to_metrics_and_reports(tmp_path):
     assert rows[0]["counts"] == (one + two).tolist() and rows[0]["gpu_load"] == [12.0, 4.0]
 
 
+def test_silence_and_nonsense_are_told(tmp_path):
+    load = ExpertLoad(ARCH, Topology(world=2, expert=2), tmp_path, every=2)
+    none, some = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64)
+    values = compute(load.step(Group(Counts(none, some, invalid=3)), 1, last=False))
+    assert values["rollout/moe/routed_experts_found"] == 0 and values["rollout/moe/invalid_assignments"] == 3
+    assert values["training/moe/routed_experts_found"] == 1 and not undocumented(values)
+    assert compute(load.step(Group(Counts(None, None)), 2, last=False)) == {}  # nothing was sampled or trained
+
+
+def test_engines_of_the_driver_count_and_what_belongs_to_no_step_is_dropped(tmp_path):
+    load = ExpertLoad(ARCH, Topology(world=2, expert=2), tmp_path, every=2)
+    load.own = RankLoad(ARCH, keep_routing=False)
+    load.own.sampled([sample(routing(2))] * 3)
+    load.drop(Group(Counts(torch.ones(2, 4, dtype=torch.int64), None)))
+    load.own.sampled([sample(routing(2))])
+    values = compute(load.step(Group(), 1, last=False))
+    assert values["rollout/moe/routed_expert_assignments"] == 8 and "rollout/moe/drift/max" not in values
+    assert [row["counts"] for row in read_jsonl(tmp_path / "moe.jsonl")] == [[[2, 1, 1, 0], [0, 2, 2, 0]]]
+
+
 def test_drift_is_measured_across_a_resumption(tmp_path):
     """A checkpoint is written after a step's counts are there and before they are reported."""
 
@@ -91,9 +117,9 @@ def test_drift_is_measured_across_a_resumption(tmp_path):
 
 
 def test_pipeline_stages_hold_their_own_layers():
-    placement = training_placement(
-        ARCH, Topology(world=4, pipeline=2, expert=2, first_stage_layers=2, last_stage_layers=1)
-    )
+    topology = Topology(world=4, pipeline=2, expert=2, first_stage_layers=2, last_stage_layers=1)
+    placement = training_placement(ARCH, topology, ranks_per_node=2)
+    assert placement.node == (0, 0, 1, 1)
     assert placement.holds.tolist() == [[True, True, False, False], [False, False, True, True]]
 
 

@@ -4,10 +4,12 @@ import torch
 from tensordict import TensorDict
 
 from megatron_dapo.config import load_config
+from megatron_dapo.data.batch import ragged
+from megatron_dapo.metrics import compute
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.runtime.group import LocalWorkerGroup
 from megatron_dapo.trainers.dispatch import Dispatcher
-from megatron_dapo.trainers.stages import Ranks, _of_critic, split_mini_batches
+from megatron_dapo.trainers.stages import Ranks, _of_critic, routing_agreement, split_mini_batches
 
 
 def batch(prompts: int = 6, n: int = 3) -> TensorDict:
@@ -44,3 +46,16 @@ def test_the_critic_has_micro_batches_of_its_own():
     )
     ranks = Ranks(LocalWorkerGroup(None), Dispatcher(Topology(), config.actor.max_tokens_per_micro_batch))
     assert _of_critic(ranks, config).dispatcher.max_tokens == 9000 != ranks.dispatcher.max_tokens
+
+
+def test_the_routing_of_fed_response_tokens_is_compared():
+    """Two prompt tokens, three of the response: the last one was never fed, and prompts do not count."""
+    rollout = torch.tensor([[[9, 9]], [[9, 9]], [[0, 1]], [[2, 3]]])
+    trained = torch.tensor([[[0, 1]], [[0, 1]], [[1, 0]], [[2, 0]], [[7, 7]]])
+    lengths = {"prompt_length": torch.tensor([2, 2]), "response_length": torch.tensor([3, 0])}
+    batch = TensorDict(lengths, batch_size=[2])
+    assert routing_agreement(batch, [trained, trained[:2]]) == {}
+    batch["rollout_routing"] = ragged([rollout, rollout[:1]])
+    assert compute(routing_agreement(batch, [trained, trained[:2]])) == {
+        f"training/moe/routing_disagreement/{name}": 0.25 for name in ("layer_0", "max", "avg")
+    }

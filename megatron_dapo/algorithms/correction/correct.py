@@ -11,7 +11,8 @@ from megatron_dapo.algorithms.correction.diagnostics import off_policy_metrics
 from megatron_dapo.algorithms.correction.rejection import rejection_mask
 from megatron_dapo.algorithms.correction.thresholds import parse_rejection, parse_weight_threshold
 from megatron_dapo.algorithms.correction.weights import AllReduce, importance_weights
-from megatron_dapo.algorithms.masked import floats, real, valid
+from megatron_dapo.algorithms.masked import real, valid
+from megatron_dapo.algorithms.measured import Measured
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class RolloutCorrection:
 
     weights: Float[Tensor, "b t"] | None
     mask: Bool[Tensor, "b t"]
-    metrics: dict[str, float]
+    metrics: dict[str, Measured]
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def rollout_correction(
     old, rollout = valid(real(old_logprob), mask), valid(real(rollout_logprob), mask)
     log_ratio = old - rollout
     weights, kept = None, mask
-    metrics: dict[str, Tensor] = {}
+    metrics: dict[str, Measured] = {}
     if rollout_is is not None:
         weights, found = importance_weights(
             log_ratio,
@@ -66,9 +67,8 @@ def rollout_correction(
         rules = parse_rejection(rollout_rs, rollout_rs_threshold, reference_k1=rollout_rs_reference_k1)
         kept, found = rejection_mask(log_ratio, mask, rules)
         metrics |= found
-    if mask.any():
-        metrics |= off_policy_metrics(old, rollout, mask)
-    return RolloutCorrection(weights, kept, floats({f"rollout_corr/{name}": m for name, m in metrics.items()}))
+    metrics |= off_policy_metrics(old, rollout, mask)
+    return RolloutCorrection(weights, kept, {f"rollout_corr/{name}": found for name, found in metrics.items()})
 
 
 def correct_rollout(

@@ -6,27 +6,24 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.correction.thresholds import LOG_BOUND, RejectionRule
 from megatron_dapo.algorithms.correction.weights import row_metrics
-from megatron_dapo.algorithms.masked import masked_mean, row_means, valid
+from megatron_dapo.algorithms.masked import row_means, valid
+from megatron_dapo.algorithms.measured import Measured
 
 
 def rejection_mask(
     log_ratio: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], rules: tuple[RejectionRule, ...]
-) -> tuple[Bool[Tensor, "b t"], dict[str, Tensor]]:
+) -> tuple[Bool[Tensor, "b t"], dict[str, Measured]]:
     """What remains of the mask when every rule must keep a token; and the metrics of each rule and of all together."""
     keep = mask
-    metrics: dict[str, Tensor] = {}
+    metrics: dict[str, Measured] = {}
     for rule in rules:
         statistic = _statistic(log_ratio, mask, rule)
         kept = statistic <= rule.high
         if rule.low is not None:
             kept = kept & (statistic >= rule.low)
-        if mask.any():
-            metrics |= _rule_metrics(statistic, mask, kept, rule)
+        metrics |= _rule_metrics(statistic, mask, kept, rule)
         keep = keep & kept
-    dropped = mask & ~keep
-    metrics["rollout_rs_masked_fraction"] = masked_mean(dropped.float(), mask)
-    metrics["rollout_rs_seq_masked_fraction"] = _share_of_rows(dropped, mask)
-    return keep, metrics
+    return keep, metrics | _masked_fractions("rollout_rs", mask, keep)
 
 
 def _statistic(log_ratio: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], rule: RejectionRule) -> Float[Tensor, "b t"]:
@@ -47,31 +44,32 @@ def _statistic(log_ratio: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], rule:
 
 def _rule_metrics(
     statistic: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], kept: Bool[Tensor, "b t"], rule: RejectionRule
-) -> dict[str, Tensor]:
+) -> dict[str, Measured]:
     """Of the statistic that the rule bounds: high is above `rule.high`, low below `rule.low`."""
     low = -torch.inf if rule.low is None else rule.low
     prefix = f"rollout_rs_{rule.name}"
-    rows = row_means(statistic, mask)[mask.any(-1)]
-    seen = statistic[mask] if rule.level == "token" else rows
+    rows, there = row_means(statistic, mask), mask.any(-1)
+    seen, counted = (statistic, mask) if rule.level == "token" else (rows, there)
     held = statistic.clamp(0.0 if rule.low is None else rule.low, rule.high)
-    variance = (masked_mean(held.square(), mask) - masked_mean(held, mask).square()).clamp(min=0)
-    dropped = mask & ~kept
     metrics = {
-        f"{prefix}_mean": masked_mean(statistic, mask),
-        f"{prefix}_max": seen.max(),
-        f"{prefix}_min": seen.min(),
-        f"{prefix}_std": variance.sqrt(),
-        f"{prefix}_fraction_high": (seen > rule.high).float().mean(),
-        f"{prefix}_fraction_low": (seen < low).float().mean(),
-        f"{prefix}_seq_fraction_high": (rows > rule.high).float().mean(),
-        f"{prefix}_masked_fraction": masked_mean(dropped.float(), mask),
-        f"{prefix}_seq_masked_fraction": _share_of_rows(dropped, mask),
+        f"{prefix}_mean": Measured("mean", statistic, mask),
+        f"{prefix}_max": Measured("max", seen, counted),
+        f"{prefix}_min": Measured("min", seen, counted),
+        f"{prefix}_std": Measured("std", held, mask),
+        f"{prefix}_fraction_high": Measured("mean", (seen > rule.high).float(), counted),
+        f"{prefix}_fraction_low": Measured("mean", (seen < low).float(), counted),
+        f"{prefix}_seq_fraction_high": Measured("mean", (rows > rule.high).float(), there),
+        **_masked_fractions(prefix, mask, kept),
     }
     if rule.low is not None:
-        metrics[f"{prefix}_seq_fraction_low"] = (rows < low).float().mean()
-    return metrics | row_metrics(prefix, rows, centre=0.0)
+        metrics[f"{prefix}_seq_fraction_low"] = Measured("mean", (rows < low).float(), there)
+    return metrics | row_metrics(prefix, rows, there, centre=0.0)
 
 
-def _share_of_rows(dropped: Bool[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, ""]:
-    """Share of the rows with valid tokens that lost one or more."""
-    return dropped.any(-1).sum().float() / mask.any(-1).sum().clamp(min=1)
+def _masked_fractions(prefix: str, mask: Bool[Tensor, "b t"], kept: Bool[Tensor, "b t"]) -> dict[str, Measured]:
+    """Share of the valid tokens that were lost, and of the rows with valid tokens that lost one or more."""
+    dropped = mask & ~kept
+    return {
+        f"{prefix}_masked_fraction": Measured("mean", dropped.float(), mask),
+        f"{prefix}_seq_masked_fraction": Measured("mean", dropped.any(-1).float(), mask.any(-1)),
+    }

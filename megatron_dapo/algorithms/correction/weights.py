@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_dapo.algorithms.correction.thresholds import LOG_BOUND, WeightThreshold
-from megatron_dapo.algorithms.masked import masked_mean, masked_sum, row_means, valid
+from megatron_dapo.algorithms.masked import masked_sum, row_means, valid
+from megatron_dapo.algorithms.measured import Measured
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sum of a tensor over the ranks that share a batch."""
@@ -21,7 +22,7 @@ def importance_weights(
     *,
     batch_normalize: bool = False,
     all_reduce: AllReduce | None = None,
-) -> tuple[Float[Tensor, "b t"], dict[str, Tensor]]:
+) -> tuple[Float[Tensor, "b t"], dict[str, Measured]]:
     """Weights per token, 0 in padding, without gradient; and their metrics, taken before normalisation.
 
     Level "token": r of the token. "sequence": the product of r over the sequence, on each of its tokens. Weights above
@@ -37,11 +38,11 @@ def importance_weights(
         weights = raw.clamp(max=threshold.upper)
     else:
         weights = valid(raw, (raw >= threshold.lower) & (raw <= threshold.upper))
-    metrics = _weight_metrics(weights, raw, log_ratio, mask, level, threshold) if mask.any() else {}
+    metrics = _weight_metrics(weights, raw, log_ratio, mask, level, threshold)
     if batch_normalize:
         factor = _batch_mean(weights, mask, level, all_reduce)
         weights = weights / factor
-        metrics["rollout_is_batch_norm_factor"] = factor
+        metrics["rollout_is_batch_norm_factor"] = Measured("mean", factor[None], mask.any()[None])
     return weights, metrics
 
 
@@ -65,7 +66,7 @@ def _weight_metrics(
     mask: Bool[Tensor, "b t"],
     level: str,
     threshold: WeightThreshold,
-) -> dict[str, Tensor]:
+) -> dict[str, Measured]:
     """Fractions beyond the bounds look at the weights before truncation; mean, deviation and sample size after it.
 
     Per token, or at level "sequence" per row and untruncated, are the maximum, the minimum and those fractions.
@@ -73,37 +74,38 @@ def _weight_metrics(
     lower = 1 / threshold.upper if threshold.lower is None else threshold.lower
     rows = mask.any(-1)
     if level == "token":
-        extremes, beyond = weights[mask], raw[mask]
+        extremes, beyond, counted = weights, raw, mask
     else:
-        extremes = beyond = log_ratio.sum(-1)[rows].clamp(-LOG_BOUND, LOG_BOUND).exp()
+        extremes = beyond = log_ratio.sum(-1).clamp(-LOG_BOUND, LOG_BOUND).exp()
+        counted = rows
     bounded = weights.clamp(0, threshold.upper)
-    mean = masked_mean(bounded, mask)
-    variance = (masked_mean(bounded.square(), mask) - mean.square()).clamp(min=0)
     metrics = {
-        "rollout_is_mean": masked_mean(weights, mask),
-        "rollout_is_max": extremes.max(),
-        "rollout_is_min": extremes.min(),
-        "rollout_is_std": variance.sqrt(),
-        "rollout_is_eff_sample_size": 1 / masked_mean((bounded / (mean + 1e-8)).square(), mask).clamp(min=1e-8),
-        "rollout_is_ratio_fraction_high": (beyond > threshold.upper).float().mean(),
-        "rollout_is_ratio_fraction_low": (beyond < lower).float().mean(),
+        "rollout_is_mean": Measured("mean", weights, mask),
+        "rollout_is_max": Measured("max", extremes, counted),
+        "rollout_is_min": Measured("min", extremes, counted),
+        "rollout_is_std": Measured("std", bounded, mask),
+        "rollout_is_eff_sample_size": Measured("effective_share", bounded, mask),
+        "rollout_is_ratio_fraction_high": Measured("mean", (beyond > threshold.upper).float(), counted),
+        "rollout_is_ratio_fraction_low": Measured("mean", (beyond < lower).float(), counted),
     }
-    metrics |= row_metrics("rollout_is", row_means(weights, mask)[rows], centre=1.0)
-    raw_rows = row_means(raw, mask)[rows]
-    metrics["rollout_is_seq_fraction_high"] = (raw_rows > threshold.upper).float().mean()
-    metrics["rollout_is_seq_fraction_low"] = (raw_rows < lower).float().mean()
+    metrics |= row_metrics("rollout_is", row_means(weights, mask), rows, centre=1.0)
+    raw_rows = row_means(raw, mask)
+    metrics["rollout_is_seq_fraction_high"] = Measured("mean", (raw_rows > threshold.upper).float(), rows)
+    metrics["rollout_is_seq_fraction_low"] = Measured("mean", (raw_rows < lower).float(), rows)
     if threshold.lower is not None:
         outside = (raw < threshold.lower) | (raw > threshold.upper)
-        metrics["rollout_is_oob_ratio"] = masked_mean(outside.float(), mask)
+        metrics["rollout_is_oob_ratio"] = Measured("mean", outside.float(), mask)
     return metrics
 
 
-def row_metrics(prefix: str, rows: Float[Tensor, " n"], centre: float) -> dict[str, Tensor]:
-    """How one value per sequence is distributed, and how far it strays from `centre`."""
+def row_metrics(
+    prefix: str, rows: Float[Tensor, " b"], there: Bool[Tensor, " b"], centre: float
+) -> dict[str, Measured]:
+    """How one value per sequence (that is `there`) is distributed, and how far it strays from `centre`."""
     return {
-        f"{prefix}_seq_mean": rows.mean(),
-        f"{prefix}_seq_std": rows.std() if len(rows) > 1 else rows.new_zeros(()),
-        f"{prefix}_seq_max": rows.max(),
-        f"{prefix}_seq_min": rows.min(),
-        f"{prefix}_seq_max_deviation": (rows - centre).abs().max(),
+        f"{prefix}_seq_mean": Measured("mean", rows, there),
+        f"{prefix}_seq_std": Measured("sample_std", rows, there),
+        f"{prefix}_seq_max": Measured("max", rows, there),
+        f"{prefix}_seq_min": Measured("min", rows, there),
+        f"{prefix}_seq_max_deviation": Measured("max", (rows - centre).abs(), there),
     }

@@ -1,5 +1,6 @@
 """What every policy loss shares: its call shape, its configuration, its registry and the log-ratio."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from megatron_dapo.algorithms.correction.config import RolloutCorrectionConfig
 from megatron_dapo.algorithms.masked import masked_mean, real, valid
+from megatron_dapo.algorithms.measured import Measured
 from megatron_dapo.algorithms.registry import Registry
 
 LOG_RATIO_BOUND = 20.0  # exp(±20) is far outside any clip range and far inside float32
@@ -57,9 +59,9 @@ class PolicyLoss(Protocol):
     """The one call shape.
 
     `logprob` (current, with gradient), `old_logprob` and `advantages` are [b, t] over the response. The result is the
-    loss per token, 0 where the mask is, and metrics that are means over the valid tokens of this call: to merge them
-    over micro-batches, weigh by `mask.sum()`. `rollout_is_weights` multiply the loss after clipping and carry no
-    gradient.
+    loss per token, 0 where the mask is, and metrics: numbers are means over the valid tokens of this call, which weigh
+    `mask.sum()` when micro-batches are merged; all else is `Measured`. `rollout_is_weights` multiply the loss after
+    clipping and carry no gradient.
     """
 
     def __call__(
@@ -71,7 +73,7 @@ class PolicyLoss(Protocol):
         config: PolicyLossConfig,
         *,
         rollout_is_weights: Float[Tensor, "b t"] | None = None,
-    ) -> tuple[Float[Tensor, "b t"], dict[str, float]]: ...
+    ) -> tuple[Float[Tensor, "b t"], Mapping[str, float | Measured]]: ...
 
 
 _losses: Registry[PolicyLoss] = Registry("policy loss (loss_mode)")

@@ -4,6 +4,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from megatron_dapo.algorithms.correction import correct_rollout
+from megatron_dapo.algorithms.measured import Measured
 from megatron_dapo.algorithms.policy_losses.base import PolicyLossConfig, register_policy_loss
 from megatron_dapo.algorithms.policy_losses.reinforce import reinforce
 from megatron_dapo.algorithms.policy_losses.vanilla import vanilla
@@ -20,7 +21,7 @@ def bypass(
     config: PolicyLossConfig,
     *,
     rollout_is_weights: Float[Tensor, "b t"] | None = None,
-) -> tuple[Float[Tensor, "b t"], dict[str, float]]:
+) -> tuple[Float[Tensor, "b t"], dict[str, Measured]]:
     """The loss of `rollout_correction.loss_type`, corrected from the rollout policy to the current one.
 
     `old_logprob` are the rollout log-probs. "ppo_clip": the vanilla loss, whose clipped ratio π/π_rollout is the
@@ -39,7 +40,12 @@ def bypass(
     else:
         weights = corrected.weights
         loss, metrics = reinforce(logprob, old_logprob, advantages, corrected.mask, config, rollout_is_weights=weights)
-    return loss, metrics | corrected.metrics
+    remaining = {
+        name: Measured("mean", loss.new_full(mask.shape, mean), corrected.mask)
+        for name, mean in metrics.items()
+        if isinstance(mean, float)
+    }
+    return loss, remaining | corrected.metrics
 
 
 def effective_loss_mode(loss_mode: str, config: PolicyLossConfig) -> str:
