@@ -30,7 +30,7 @@ Row = dict[str, Tensor]
 Tags = dict[str, Any]
 
 DEADLINE = 25.0  # seconds; the package's own timeouts below end a call on a dead storage unit after about 20
-TIMEOUTS = {
+ENVIRONMENT = {  # of everybody who talks to the queue, and of its own processes
     "TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT": "7",
     "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "2",
     "TQ_SIMPLE_STORAGE_PROBE_TIMEOUT": "4",
@@ -55,7 +55,7 @@ class Queue:
 
         Raises UserError where another run's queue stands there.
         """
-        os.environ.update({name: os.environ.get(name, value) for name, value in TIMEOUTS.items()})
+        os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
         import transfer_queue
         from omegaconf import OmegaConf
 
