@@ -133,7 +133,8 @@ def best_engine(request: Request) -> int:
     """The tensor-parallel size of engines that generates fastest; it does not depend on the training layout."""
     load, found = workload(request.config, request.assume), {}
     world = request.topology.world
-    for tensor in [2**k for k in range(world.bit_length()) if world % 2**k == 0]:
+    node = min(request.device.host_devices, world)
+    for tensor in [2**k for k in range(node.bit_length()) if node % 2**k == 0 and world % 2**k == 0]:
         try:
             check_divides(request.arch, tensor, expert_parallel=False)
         except ValueError:

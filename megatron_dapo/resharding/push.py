@@ -53,13 +53,15 @@ class Pushed:
 class Target:
     """One rollout engine as a push sees it: its host, what each of its ranks stores, and the storages' dtypes.
 
-    `whole`: HF tensors in layers that the bridge does not know, which every rank is sent in full.
+    `whole`: HF tensors in layers that the bridge does not know, which every rank is sent in full. `colocated`: it is on
+    the trainer's own GPUs.
     """
 
     host: str
     layouts: tuple[Layout, ...]
     dtypes: Mapping[str, str]
     whole: tuple[str, ...] = ()
+    colocated: bool = False
 
 
 class PushEngine(Protocol):
@@ -165,6 +167,8 @@ def choose_route(
             f"rollout.weight_transport={transport}: the trainer's ranks and the rollout engines are on {len(hosts)} "
             "hosts, which share no memory; choose auto or peers"
         )
+    if any(engine.colocated for engine in engines):
+        backend = "gloo"  # one GPU cannot be two members of an NCCL group
     _check(shapes, engines, destinations, widths)
     for name in sorted({name for engine in engines for name in engine.whole}):
         log.warning("%s lies in a vLLM layer that the bridge does not know: every rank is sent all of it", name)

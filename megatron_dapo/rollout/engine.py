@@ -90,7 +90,8 @@ class RolloutEngine(EngineClient):
 
     def target(self) -> Target:
         """What a push must know of this engine."""
-        return Target(host_identity(), tuple(self.layouts()), self.dtypes(), self.full_tensors())
+        layouts, whole = tuple(self.layouts()), self.full_tensors()
+        return Target(host_identity(), layouts, self.dtypes(), whole, colocated=self.spec.sleeps)
 
     def _described(self) -> list[tuple[Layout, dict[str, str], tuple[str, ...]]]:
         if self._layouts is None:

@@ -56,6 +56,16 @@ class Ranks:
     engines: tuple[PushEngine, ...] = ()  # those that no rank hosts
     route: Route | None = None  # how weights reach all of them
 
+    def sleep(self) -> None:
+        """Engines of ranks leave the devices that they share with them until the next push."""
+        if self.hosts:
+            self.group.call("sleep")
+
+    def wake(self, *parts: str) -> None:
+        """They take memory again: "weights" before a push, "kv_cache" after it."""
+        if self.hosts:
+            self.group.call("wake", parts=parts)
+
     def infer(
         self, batch: TensorDict, role: str, outputs: Sequence[str], *, replay: str | None = None, record: bool = False
     ) -> dict[str, Tensor]:
@@ -289,6 +299,7 @@ def push_weights(ranks: Ranks, version: int) -> Metrics:
     """The actor's weights to every engine. Raises PushFailed, after which `connect_rollout` comes before a new push."""
     start, route = time.perf_counter(), ranks.route
     assert route is not None, "connect_rollout comes before a push"
+    ranks.wake("weights")
     updates = route.updates(receipt for of_rank in ranks.group.call("prepare_push") for receipt in of_rank)
     own, others = updates[: len(ranks.hosts)], updates[len(ranks.hosts) :]
     taking = [route.start(engine, update, version) for engine, update in zip(ranks.engines, others, strict=True)]
@@ -299,6 +310,7 @@ def push_weights(ranks: Ranks, version: int) -> Metrics:
     reasons = [error for error in errors if error is not None] + [reason for one in pushed for reason in one.reasons]
     if reasons:
         raise PushFailed(reasons, [engine for engine, error in enumerate(errors) if error is not None])
+    ranks.wake("kv_cache")
     # a slice that does not arrive as it was sent fails the push, so getting here means that all checksums agreed
     return push_metrics(
         time.perf_counter() - start,

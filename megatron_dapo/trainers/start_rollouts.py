@@ -70,6 +70,11 @@ def start_engines(config: Config, world: int) -> list[EngineClient]:
     width, cores = config.rollout.tensor_parallel_size, split_cores(config)[1]
     first = 0 if config.trainer.mode == "colocate_async" else world
     starts = [first + index * width for index in range(config.rollout.engines or 1)]
+    if capabilities().cuda and starts[-1] + width > (gpus := torch.cuda.device_count()):  # untested on GPU
+        raise UserError(
+            f"trainer.mode={config.trainer.mode}: {len(starts)} engines of rollout.tensor_parallel_size={width} from "
+            f"GPU {first} on need {starts[-1] + width} GPUs, this node has {gpus}: lower rollout.engines or the width"
+        )
     return [
         RolloutEngine.start(
             engine_spec(

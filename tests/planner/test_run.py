@@ -19,13 +19,14 @@ from megatron_dapo.planner.run import plan_run
 from megatron_dapo.planner.timing import forward_flops
 from megatron_dapo.planner.words import read_request
 
+DEVICE = {"dapo_deepseek_v3": ["device=B200"]}  # an engine is on one node, and 8 x H100 cannot hold it
 RECIPES = [name for name in choices("recipe") if name != "demo_sft"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_fits_its_devices(recipe: str):
     start = time.process_time()
-    plan = plan_run(read_request([f"recipe={recipe}"]))
+    plan = plan_run(read_request([f"recipe={recipe}", *DEVICE.get(recipe, [])]))
     assert time.process_time() - start < 2
     assert plan.problems == ()
     assert plan.engine.longest_sequences >= 1 and 0 < plan.time.mfu_update < 0.6
@@ -34,6 +35,16 @@ def test_every_recipe_fits_its_devices(recipe: str):
 
 def test_the_supervised_demo_plans_with_its_model():
     assert plan_run(read_request(["recipe=demo_sft", "model=demo"])).fits
+
+
+def test_an_engine_is_on_one_node():
+    assert not plan_run(read_request(["recipe=dapo_deepseek_v3"])).fits  # H100
+    plan = plan_run(read_request(["recipe=dapo_deepseek_v3", "device=B200", "rollout.tensor_parallel_size=32"]))
+    assert [text for text in plan.problems if "tensor_parallel_size 32 does not divide the 8 devices of a node" in text]
+    plan = plan_run(read_request(["recipe=dapo_deepseek_v3", "device=GB200"]))
+    assert [text for text in plan.problems if "the 4 devices of a node" in text]  # of one operating system
+    plan = plan_run(read_request(["recipe=dapo_qwen2_5_7b_8gpu", "rollout.engines=9"]))
+    assert [text for text in plan.problems if text.startswith("rollout.engines 9")]
 
 
 def test_what_does_not_fit_is_said_with_the_way_out():

@@ -18,7 +18,7 @@ from megatron_dapo.resharding.messages import TransferError
 from megatron_dapo.resharding.plan import PlanError
 from megatron_dapo.resharding.push import Route, Sender, Standpoint, Target, Update, choose_route, received_bytes
 from megatron_dapo.resharding.rollout_layout import rollout_layouts
-from megatron_dapo.resharding.transport_peers import PeerReceiver
+from megatron_dapo.resharding.transport_peers import Meeting, PeerReceiver
 from megatron_dapo.resharding.transport_ring import RingReceiver
 from megatron_dapo.resharding.transport_shm import SharedMemoryReceiver
 from tests.resharding.test_transports import ARCH, CONFIG, DTYPES, SMALL, SOURCES, WORKERS, compare, weights
@@ -123,6 +123,9 @@ def test_the_transport_follows_from_the_hosts() -> None:
     assert choose_route([here, here], [near, far], SHAPES).transport == "peers"
     assert choose_route([here, away], [near], SHAPES).transport == "peers"
     assert choose_route([here], [near], SHAPES, "ring").transport == "ring"
+    beside = replace(far, colocated=True)  # on the ranks' own GPUs, where NCCL has no second member
+    meetings = [choose_route([here, away], [engine], SHAPES, backend="nccl").place for engine in (far, beside)]
+    assert [place.backend for place in meetings if isinstance(place, Meeting)] == ["nccl", "gloo"]
     with pytest.raises(UserError, match=r"weight_transport=shared_memory.*2 hosts.*auto or peers"):
         choose_route([here], [far], SHAPES, "shared_memory")
 
