@@ -1,6 +1,9 @@
 """A plan, a search and a reshard plan as tables for the terminal."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -8,9 +11,11 @@ from rich.text import Text
 
 from megatron_dapo.planner.memory import PHASES
 from megatron_dapo.planner.parameters import matrix_parameters, total_parameters
-from megatron_dapo.planner.reshard import ReshardPlan
 from megatron_dapo.planner.run import GIB, RunPlan
-from megatron_dapo.planner.search import Search
+
+if TYPE_CHECKING:  # NumPy comes with these, and the plan of a run does without
+    from megatron_dapo.planner.reshard import ReshardPlan
+    from megatron_dapo.planner.search import Search
 
 
 def text(*parts: Table | Text | Group, width: int = 120) -> str:

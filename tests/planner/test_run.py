@@ -1,6 +1,7 @@
 """Plans of the recipes: they compose, fit or say why not, agree with the metrics' FLOPs, and are quick."""
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -147,8 +148,19 @@ def test_command(tmp_path, capsys):
 def test_planning_is_light():
     code = (
         "import sys; from megatron_dapo.planner.command import plan_command\n"
-        "plan_command(['recipe=demo'], as_json=True); plan_command(['reshard', 'model=demo', 'train.ep=2', 'train.world=2'])\n"
+        "plan_command(['recipe=demo']); assert 'numpy' not in sys.modules\n"
+        "plan_command(['reshard', 'model=demo', 'train.ep=2', 'train.world=2'])\n"
         "heavy = [m for m in ('torch', 'ray', 'vllm', 'transformers', 'megatron', 'plotly') if m in sys.modules]; print(heavy)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
+
+
+def test_a_cold_plan_takes_less_than_two_seconds():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = "import sys; from megatron_dapo.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    subprocess.run(
+        [sys.executable, "-c", code, "plan", "recipe=dapo_deepseek_v3", "device=B200"], check=True, capture_output=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
