@@ -108,6 +108,7 @@ def test_published_runs_have_the_published_constants():
         assert (val.temperature, val.top_p, val.do_sample) == (1.0, 0.7, True)
         assert (actor.entropy_coeff, actor.use_kl_loss, config.algorithm.use_kl_in_reward) == (0.0, False, False)
         assert (config.trainer.test_freq, config.trainer.save_freq, config.trainer.total_epochs) == (5, 5, 1)
+        assert {"console", "wandb"} <= set(config.trainer.logger)
         assert (config.parallel.world_size, config.rollout.tensor_parallel_size) == (128, 8)
     rules = full.algorithm.filter_groups
     assert (rules.enable, rules.metric, rules.max_num_gen_batches, full.data.gen_batch_size) == (True, "acc", 10, 1536)
