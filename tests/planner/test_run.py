@@ -131,6 +131,25 @@ def test_critic_and_reference_cost_memory_and_time():
     plan = plan_run(read_request(words))
     assert {"ref", "values", "update_critic"} <= set(plan.time.stages)
     assert plan.stages[0].others.total > plan.stages[0].actor.total
+    away = plan_run(read_request([*words, *(f"critic.offload.{part}=true" for part in ("param", "grad", "optimizer"))]))
+    before, after = plan.stages[0], away.stages[0]
+    assert before.phases["update"] - after.phases["update"] == before.critic.total > 0
+    assert after.phases["update_critic"] == before.phases["update_critic"]  # there it is on the device either way
+    assert away.time.stages["offload"] > plan.time.stages["offload"]
+    fewer = plan_run(read_request([*words, "critic.max_tokens_per_micro_batch=10240"])).stages[0]
+    assert (
+        fewer.phases["update_critic"] < before.phases["update_critic"]
+        and fewer.phases["update"] == before.phases["update"]
+    )
+
+
+def test_a_push_is_part_of_the_plan(capsys):
+    plan = plan_run(read_request(["recipe=dapo_qwen2_5_32b"]))
+    assert plan.to_dict()["traffic"]["push"]["bytes"] == plan.time.traffic.push.bytes == plan.engine.weights
+    assert plan.time.stages["update_weights"] == plan.time.traffic.push.seconds
+    main(["plan", "recipe=dapo_qwen2_5_32b"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "push" in line and "between nodes" in line)
+    assert f"{plan.engine.weights / 1e6:.1f}" in row
 
 
 def test_command(tmp_path, capsys):
