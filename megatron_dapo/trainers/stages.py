@@ -280,16 +280,34 @@ def _normalizer(rows: TensorDict, mode: str, horizon: float) -> Normalizer:
 
 
 def connect_rollout(
-    ranks: Ranks, arch: Architecture, transport: str = "auto", engines: Sequence[PushEngine] = ()
+    ranks: Ranks,
+    arch: Architecture,
+    transport: str = "auto",
+    engines: Sequence[PushEngine] = (),
+    *,
+    check_every: int = 1,
+    directory: str = "",
 ) -> Ranks:
     """Ranks that know how weights reach their own engines and `engines`, which live elsewhere; each plans its part.
 
-    To be called again whenever an engine has come, gone or failed a push.
+    To be called again whenever an engine has come, gone or failed a push. `directory`: where files may travel through.
     """
     stood = ranks.group.call("standpoint")
     targets = [target for _, target in stood if target is not None] + [engine.target() for engine in engines]
     backend = "nccl" if capabilities().cuda else "gloo"  # nccl: untested on GPU
-    route = choose_route([place for place, _ in stood], targets, hf_shapes(arch), transport, backend)
+    route = choose_route(
+        [place for place, _ in stood],
+        targets,
+        hf_shapes(arch),
+        transport,
+        backend,
+        check_every=check_every,
+        directory=directory,
+    )
+    if route.transport == "cuda_ipc":  # untested on GPU
+        slots = [one for of_rank in ranks.group.call("export_slots", nbytes=route.slots_bytes) for one in of_rank]
+        slots += [one for engine in engines for one in engine.export_slots(route.slots_bytes)]
+        route = replace(route, slots=tuple(slots))
     ranks.group.call("connect", route=route)
     route.hide()
     return replace(ranks, route=route, engines=tuple(engines))

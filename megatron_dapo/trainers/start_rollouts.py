@@ -128,7 +128,7 @@ def build_rollouts(config: Config, run: Run, engines: Sequence[EngineClient]) ->
         feed=feed,
         buffer=ReplayBuffer(replay_policy(config), SAMPLERS.find(config.trainer.replay_sampler)),
         ledger=Ledger(Path(config.trainer.default_local_dir) / LEDGER_FILE),
-        connect=partial(connect, arch=run.arch, transport=config.rollout.weight_transport),
+        connect=partial(connect, arch=run.arch, config=config),
         lends=config.trainer.mode == "colocate_async",
     )
 
@@ -148,8 +148,16 @@ class FleetGroup:
         pass
 
 
-def connect(ranks: Ranks, engines: Sequence[EngineClient], *, arch: Architecture, transport: str) -> Ranks:
-    return connect_rollout(ranks, arch, transport, engines)
+def connect(ranks: Ranks, engines: Sequence[EngineClient], *, arch: Architecture, config: Config) -> Ranks:
+    """`connect_rollout` as the configuration wants it."""
+    return connect_rollout(
+        ranks,
+        arch,
+        config.rollout.weight_transport,
+        engines,
+        check_every=config.rollout.weight_check_every,
+        directory=str((Path(config.trainer.default_local_dir) / "weights").resolve()),
+    )
 
 
 def replay_policy(config: Config) -> ReplayPolicy:

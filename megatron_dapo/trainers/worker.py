@@ -33,6 +33,7 @@ from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.resharding.messages import TransferError
 from megatron_dapo.resharding.push import Pushed, Route, Sender, Standpoint, Target, Update, received_bytes
+from megatron_dapo.resharding.transport_ipc import ExportedSlots
 from megatron_dapo.rollout.engine import RolloutEngine
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec
@@ -178,6 +179,10 @@ class Worker(SupervisedWorker):
             return Standpoint.here(), None
         self.rollout.wait_ready(_START_SECONDS)
         return Standpoint.here(), self.rollout.target()
+
+    def export_slots(self, *, nbytes: int) -> list[ExportedSlots]:
+        """Memory of the GPUs of this rank's engine, for ranks to write weights to."""
+        return [] if self.rollout is None else self.rollout.export_slots(nbytes)  # untested on GPU
 
     def connect(self, *, route: Route) -> None:
         """Plans this rank's part of every push along `route`; an earlier route ends."""
