@@ -125,8 +125,12 @@ class Route:
 
     def updates(self, receipts: Iterable[Any]) -> list[Update]:
         """What each engine takes, from what `Sender.prepare` returned on all ranks."""
-        joined = {"shared_memory": weight_update, "files": file_update}.get(self.transport, list)
-        parts = joined(receipts)
+        if self.transport == "shared_memory":
+            parts = weight_update(receipts)
+        elif self.transport == "files":
+            parts = file_update(receipts)
+        else:
+            parts = list(receipts)
         ends = accumulate(self.widths, initial=0)
         return [parts[start:end] for start, end in pairwise(ends)]
 

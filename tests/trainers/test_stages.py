@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from megatron_dapo.config import load_config
 from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.planner.networks import network
 from megatron_dapo.resharding.push import Pushed, Route
 from megatron_dapo.rollout.spec import EngineSpec
 from megatron_dapo.runtime.group import LocalWorkerGroup
@@ -97,3 +98,13 @@ def test_ranks_without_engines_are_not_asked():
     ranks = Ranks(LocalWorkerGroup(None), Dispatcher(Topology(), 100))
     ranks.sleep()
     ranks.wake("weights")
+
+
+def test_the_configuration_decides_how_weights_travel(monkeypatch: pytest.MonkeyPatch):
+    from megatron_dapo.trainers import start_rollouts
+
+    monkeypatch.setattr(start_rollouts, "connect_rollout", lambda *given, **named: (given[2], named))
+    words = ["rollout.weight_transport=files", "rollout.weight_check_every=5", "trainer.default_local_dir=/shared/run"]
+    ranks = Ranks(LocalWorkerGroup(None), Dispatcher(Topology(), 100))
+    transport, named = start_rollouts.connect(ranks, (), arch=network("demo"), config=load_config(words))  # type: ignore[misc]
+    assert (transport, named) == ("files", {"check_every": 5, "directory": "/shared/run/weights"})
