@@ -3,14 +3,11 @@
 A directory appears under its name only when it is complete, and an interrupted conversion goes on where it stopped.
 """
 
-import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +24,11 @@ from checkpoint_tools.megatron_files import (
     megatron_architecture,
     write_checkpoint,
 )
+from checkpoint_tools.unfinished import STATE, continue_or_begin, weight_files
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.export import FILE_BYTES, copy_companions, file_dtypes, file_names, replace_directory
 from megatron_dapo.models.hf_files import HFWeights, SafetensorsStream, WeightsError, split_into_files, write_index
 from megatron_dapo.models.slices import Slice
-
-_STATE = "conversion.json"
 
 
 def hf_to_megatron(
@@ -58,9 +54,8 @@ def hf_to_megatron(
         plan = make_plan(Architecture.from_dir(source) if value_head else hf_architecture(source, weights), value_head)
         check_weights(weights, plan)
         if dist.get_rank() == 0:
-            files = [[f.name, f.stat().st_mtime_ns, f.stat().st_size] for f in sorted(source.glob("*.safetensors"))]
             world = dist.get_world_size()
-            _continue_or_begin(temporary, [str(source.resolve()), files, str(dtype), value_head, part_bytes, world])
+            continue_or_begin(temporary, [*weight_files(source), str(dtype), value_head, part_bytes, world])
         dist.barrier()
 
         def fill(piece: Slice, offset: Shape, shape: Shape) -> Tensor:
@@ -79,7 +74,7 @@ def hf_to_megatron(
             part_bytes,
         )
     if dist.get_rank() == 0:
-        (temporary / _STATE).unlink()
+        (temporary / STATE).unlink()
         replace_directory(temporary, out)
     dist.barrier()
 
@@ -111,7 +106,7 @@ def megatron_to_hf(
     if dist.get_rank() == 0:
         stat = (Path(checkpoint_dir) / ".metadata").stat()
         state = [str(Path(checkpoint_dir).resolve()), stat.st_mtime_ns, stat.st_size, names, str(main)]
-        _continue_or_begin(temporary, state)
+        continue_or_begin(temporary, state)
     dist.barrier()
     for number, (file, tensors) in enumerate(zip(names, files, strict=True)):
         if number % dist.get_world_size() == dist.get_rank() and not (temporary / file).exists():
@@ -124,7 +119,7 @@ def megatron_to_hf(
             total = sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in plan.shapes.items())
             write_index(temporary, zip(names, files, strict=True), total)
         copy_companions(source, temporary, main)
-        (temporary / _STATE).unlink()
+        (temporary / STATE).unlink()
         replace_directory(temporary, out)
     dist.barrier()
 
@@ -165,12 +160,3 @@ def _by_block(names: Sequence[str]) -> Iterator[list[str]]:
 def _block(name: str) -> tuple[str, ...]:
     parts = name.split(".")
     return tuple(parts[2:4]) if parts[:2] == ["model", "layers"] else (name,)
-
-
-def _continue_or_begin(temporary: Path, what: list[Any]) -> None:
-    """Keep what an interrupted conversion has finished only if it was the very same one: `what` says which."""
-    state, file = json.dumps(what), temporary / _STATE
-    if not file.is_file() or file.read_text() != state:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        file.write_text(state)

@@ -5,7 +5,7 @@ Only plain weights can be trained; quantized ones are for serving elsewhere.
 """
 
 import json
-import shutil
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools.megatron_files import Progress, Shape
+from checkpoint_tools.unfinished import STATE, continue_or_begin, weight_files
 from megatron_dapo.models.export import FILE_BYTES, copy_companions, file_names, replace_directory
 from megatron_dapo.models.hf_files import HFWeights, SafetensorsStream, WeightsError, split_into_files, write_index
 
@@ -42,20 +43,27 @@ class Entry:
 
 
 def dequantize(
-    hf_dir: str | Path, out_dir: str | Path, *, dtype: torch.dtype = torch.bfloat16, progress: Progress | None = None
+    hf_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    file_bytes: int = FILE_BYTES,
+    progress: Progress | None = None,
 ) -> None:
     """Write the checkpoint with plain weights in `dtype`. Raises WeightsError for one that has no float8 weights."""
     with HFWeights(Path(hf_dir)) as weights:
         if not any(name.endswith(SCALE) for name in weights):
             raise WeightsError(f"{hf_dir} has no float8 weights: it can be used as it is")
-        _write(Path(hf_dir), Path(out_dir), _plain(weights, dtype), dtype, None, progress)
+        _write(Path(hf_dir), Path(out_dir), _plain(weights, dtype), dtype, None, file_bytes, progress)
 
 
-def quantize(hf_dir: str | Path, out_dir: str | Path, *, progress: Progress | None = None) -> None:
+def quantize(
+    hf_dir: str | Path, out_dir: str | Path, *, file_bytes: int = FILE_BYTES, progress: Progress | None = None
+) -> None:
     """Write the checkpoint with float8 matrices; embedding, head, router and all vectors stay as they are."""
     with HFWeights(Path(hf_dir)) as weights:
         main = weights.dtype("model.norm.weight")
-        _write(Path(hf_dir), Path(out_dir), _float8(weights), main, CONFIG, progress)
+        _write(Path(hf_dir), Path(out_dir), _float8(weights), main, CONFIG, file_bytes, progress)
 
 
 def _plain(weights: HFWeights, dtype: torch.dtype) -> Iterator[tuple[str, Entry]]:
@@ -120,26 +128,27 @@ def _write(
     entries: Iterable[tuple[str, Entry]],
     main: torch.dtype,
     quantization: dict[str, Any] | None,
+    file_bytes: int,
     progress: Progress | None,
 ) -> None:
-    """One tensor in memory at a time; the directory gets its name when it is complete."""
+    """One tensor in memory at a time; the directory gets its name when it is complete.
+
+    Files that an interrupted conversion had finished are kept.
+    """
     found = dict(entries)
     shapes = {name: entry.shape for name, entry in found.items()}
     dtypes = {name: entry.dtype for name, entry in found.items()}
-    files = split_into_files(shapes, 4, FILE_BYTES)
+    files = split_into_files(shapes, 4, file_bytes)
     names = file_names(len(files))
     temporary = out.with_name(f".{out.name}.incomplete")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    continue_or_begin(temporary, [*weight_files(source), names, str(main), quantization])
     done = 0
     for file, tensors in zip(names, files, strict=True):
-        stream = SafetensorsStream(temporary / file, {name: shapes[name] for name in tensors}, dtypes)
-        for name in tensors:
-            stream.add(name, found[name].make())
-            done += 1
-            if progress is not None:
-                progress(name, done, len(found))
-        stream.close()
+        done += len(tensors)
+        if not (temporary / file).exists():
+            _write_file(temporary / file, {name: found[name] for name in tensors})
+        if progress is not None:
+            progress(file, done, len(found))
     if len(files) > 1:
         total = sum(prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
         write_index(temporary, zip(names, files, strict=True), total)
@@ -148,4 +157,15 @@ def _write(
     config.pop("quantization_config", None)
     config |= {} if quantization is None else {"quantization_config": quantization}
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (temporary / STATE).unlink()
     replace_directory(temporary, out)
+
+
+def _write_file(path: Path, entries: dict[str, Entry]) -> None:
+    part = path.with_name(path.name + ".part")
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    stream = SafetensorsStream(part, shapes, {name: entry.dtype for name, entry in entries.items()})
+    for name, entry in entries.items():
+        stream.add(name, entry.make())
+    stream.close()
+    os.rename(part, path)

@@ -7,7 +7,7 @@
 #   launch/torchrun.sh --dry-run recipe=…                                               print what would run
 #
 # Variables: launch/env.sh. A failed rank restarts all from the last checkpoint, MAX_RESTARTS times. Ctrl-C, SIGTERM,
-# SIGUSR1 or `touch LOG_DIR/stop` end the run after the step it is in, with a checkpoint (trainer.save_freq > 0); the
+# SIGUSR1 or `touch LOG_DIR/stop` end the run after the step it is in, with a checkpoint whatever trainer.save_freq says; the
 # same command continues it. Exit codes: 0 done, 143 stopped on request, 2 a wrong configuration, 1 anything else.
 set -euo pipefail
 
@@ -72,7 +72,7 @@ exec > >(trap '' INT TERM USR1 && exec tee -a "$LOG_DIR/node-$NODE_RANK.log") 2>
 phase() { echo "=== $(date -u +%Y-%m-%dT%H:%M:%SZ) node $NODE_RANK ($(hostname)) phase: $*"; }
 
 phase "start, $NPROC_PER_NODE of $((NNODES * NPROC_PER_NODE)) ranks, rendezvous at $MASTER_ADDR:$MASTER_PORT"
-if [[ $save_freq == -1 ]]; then phase "note: trainer.save_freq=-1, nothing is saved: a restart begins anew"; fi
+if [[ $save_freq == -1 ]]; then phase "note: trainer.save_freq=-1, nothing is saved before a stop: after a failure the run begins anew"; fi
 
 LAUNCH_TIME=$(date +%s)
 export LAUNCH_TIME

@@ -79,12 +79,12 @@ def drive(
     engines: "Sequence[EngineClient]" = (),
 ) -> None:
     """The run over ranks that stand, from its start or its last checkpoint to its end; `engines`: not the ranks'."""
-    from megatron_dapo.trainers import bringup, stages, start_rollouts, streaming, sync
+    from megatron_dapo.trainers import bringup, start_rollouts, streaming, sync
     from megatron_dapo.trainers.export import export_and_check
 
     run = bringup.build_run(config, topology, group, inputs, stop)
     if config.trainer.mode == "sync":
-        run.ranks = stages.connect_rollout(run.ranks, run.arch, config.rollout.weight_transport)
+        run.ranks = start_rollouts.connect(run.ranks, (), arch=run.arch, config=config)
         bringup.resume(run)
         sync.fit(run)
     else:

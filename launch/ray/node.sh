@@ -8,7 +8,7 @@
 #   launch/ray/node.sh --dry-run recipe=…                                               print what would run
 #
 # Variables: launch/env.sh. Ctrl-C, SIGTERM, SIGUSR1 or `touch LOG_DIR/stop` end the run after the step it is in, with a
-# checkpoint (trainer.save_freq > 0). Exit codes of node 0: as torchrun.sh's.
+# checkpoint whatever trainer.save_freq says. Exit codes of node 0: as torchrun.sh's.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -33,9 +33,13 @@ fi
 mkdir -p "$LOG_DIR"
 phase() { echo "=== $(date -u +%Y-%m-%dT%H:%M:%SZ) job $RDZV_ID phase: $*"; }
 stopping=""
-interrupted=0
-trap 'stopping=SIGUSR1 interrupted=1' USR1
-trap 'stopping=SIGTERM interrupted=1' TERM
+request_stop() {
+  stopping=$1 interrupted=1
+  phase "stop requested ($stopping)"
+  touch "$STOP_FILE" # every node looks for it
+}
+trap 'request_stop SIGUSR1' USR1
+trap 'request_stop SIGTERM' TERM
 
 phase "start on $(tr '\n' ' ' <<<"$hosts")"
 "${step[@]}" &
@@ -44,11 +48,9 @@ while true; do
   interrupted=0 code=0
   wait "$runner" || code=$?
   if ((interrupted == 0)); then break; fi # a signal ends `wait` early
-  phase "stop requested ($stopping)"
-  touch "$STOP_FILE" # every node looks for it
 done
 phase "end, exit code $code"
-if [[ -n $stopping ]]; then
+if [[ -n $stopping ]] && ((code != 0)); then # a run that ended as the request came in has nothing left to do
   phase "back into the queue"
   scontrol requeue "$SLURM_JOB_ID" || true # a preempted job is requeued already
 fi

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megatron_dapo.errors import UserError
 
-ACTIONS = ("to-megatron", "to-hf", "dequantize", "quantize", "gguf", "smollm2")
+SHARED, ALONE = ("to-megatron", "to-hf"), ("dequantize", "quantize", "gguf", "smollm2")  # work of all ranks, of one
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=ACTIONS)
+    parser.add_argument("action", choices=(*SHARED, *ALONE))
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="source (not for smollm2) and target")
     parser.add_argument("--like", type=Path, help="to-hf: Hugging Face directory with config.json and tokenizer")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast to (default: as stored)")
@@ -25,7 +25,10 @@ def convert(args: argparse.Namespace) -> int:
         raise UserError(f"convert {args.action} takes {wanted} path(s), got {len(args.paths)}")
     if args.action == "to-hf" and args.like is None:
         raise UserError("convert to-hf needs --like DIR: a Megatron checkpoint has no config.json and no tokenizer")
-    _join_world()
+    if args.action in ALONE and not _first_rank():
+        return 0  # all would write to the same place
+    if args.action in SHARED:
+        _join_world()
     import torch
 
     from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf

@@ -107,9 +107,12 @@ class RolloutConfig(Section):
     """No graph capture; null: true on a machine without GPU, false with."""
     enable_prefix_caching: bool = True
     """Share the KV cache of equal prompts."""
-    weight_transport: Literal["auto", "shared_memory", "ring", "peers"] = "auto"
-    """How weights reach the engines. auto: `shared_memory` if all is on one host, else `peers` (send and receive).
-    `ring`: shared memory of two buckets, less of it and both sides at work at once."""
+    weight_transport: Literal["auto", "shared_memory", "ring", "cuda_ipc", "peers", "files"] = "auto"
+    """How weights reach the engines. auto: on one host `shared_memory`, or `cuda_ipc` (GPU memory) for engines on the
+    trainer's GPUs; else `peers` (send and receive). `ring`: shared memory of two buckets, less of it and both sides at
+    work at once. `files`: through `<run>/weights`, on a file system that all hosts share."""
+    weight_check_every: Count = 1
+    """Compare the checksum of every so manyth slice in a push, other ones each time; 1: of all."""
     stop: Strings = ()
     """Strings that end a response."""
     ignore_eos: bool = False

@@ -26,7 +26,7 @@ class TrainerConfig(Section):
     total_training_steps: Count | None = None
     """Training steps; null: `total_epochs` decides."""
     save_freq: Every = -1
-    """Steps between checkpoints; -1: none."""
+    """Steps between checkpoints; -1: none, but a run that is asked to stop saves its last step."""
     test_freq: Every = -1
     """Steps between validations; -1: none."""
     val_before_train: bool = True

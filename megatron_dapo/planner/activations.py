@@ -73,7 +73,8 @@ def _experts(arch: Architecture, topology: Topology, pack: Pack, recomputed: fro
     width = mixture.ffn / topology.etp
     routing = 2 * pack.share * mixture.experts * FP32  # scores and probabilities
     gates = 2 * width + (0 if "moe_act" in recomputed else width)
-    plain = 0 if pack.fused else 2 * width + arch.hidden  # the activated gate, the weighted product, the output
+    # the activated gate, the weighted product, and the output, which is scattered again over the expert's ranks
+    plain = 0 if pack.fused else 2 * width + arch.hidden / topology.etp
     return routing + rows * (arch.hidden + gates + plain) * pack.item
 
 

@@ -18,6 +18,12 @@ class Device:
     node_gbs: float  # to the other devices of its node
     network_gbs: float  # to other nodes: its share of the node's network cards
     per_node: int = 8
+    per_host: int = 8  # under one operating system, where that is less than what `node_gbs` reaches
+
+    @property
+    def host_devices(self) -> int:
+        """Devices that a rollout engine, which is a process of one host, can have."""
+        return min(self.per_node, self.per_host)
 
     @property
     def memory(self) -> int:
@@ -36,11 +42,11 @@ DEVICES = {
         Device("H20", 95.0, 148, 4000, 450, 50),
         Device("H200", 139.8, 989, 4800, 450, 50),
         Device("B200", 178.3, 2250, 8000, 900, 50),
-        Device("GB200", 184.0, 2500, 8000, 900, 50, per_node=72),  # an NVL72 rack is one node to NCCL
+        Device("GB200", 184.0, 2500, 8000, 900, 50, per_node=72, per_host=4),  # an NVL72 rack is one node to NCCL
         Device("L40S", 44.4, 362, 864, 32, 12.5),
         Device("MI300X", 191.5, 1307, 5300, 448, 50),
         # A core of a host: ranks share its memory, and gloo goes through it.
-        Device("cpu", 8.0, 0.05, 10, 2, 1, per_node=64),
+        Device("cpu", 8.0, 0.05, 10, 2, 1, per_node=64, per_host=64),
     )
 }
 _NAMES = {name.lower(): name for name in DEVICES} | {"a100-80gb": "A100", "h100-sxm": "H100"}
@@ -58,5 +64,7 @@ def device(name: str, changes: Mapping[str, float] | None = None) -> Device:
             raise UserError(f"device.{key}={value}: a device has {', '.join(sorted(numbers))}")
         if value <= 0:
             raise UserError(f"device.{key}={value}: must be positive")
-    typed = {key: int(value) if key == "per_node" else float(value) for key, value in (changes or {}).items()}
+    typed = {
+        key: int(value) if key in ("per_node", "per_host") else float(value) for key, value in (changes or {}).items()
+    }
     return replace(DEVICES[found], **typed)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_dapo.config import Config
+from megatron_dapo.config.training import OffloadConfig
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.planner.activations import FP32, Pack, chunks_in_flight, head_bytes, layer_bytes
@@ -13,7 +14,6 @@ from megatron_dapo.planner.stages import stage_shape
 from megatron_dapo.planner.workload import Workload
 
 ITEM = {"bfloat16": 2, "float32": 4}
-PHASES = ("rollout", "log_prob", "update", "push")
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,15 @@ class StageMemory:
     layers: int
     elements: Parameters
     actor: RoleMemory
-    others: RoleMemory  # critic and reference
+    critic: RoleMemory
+    reference: RoleMemory
     activations: float
     logits: float
     phases: dict[str, float]
+
+    @property
+    def others(self) -> RoleMemory:
+        return self.critic + self.reference
 
     @property
     def peak(self) -> float:
@@ -97,40 +102,68 @@ def stage_memory(
 ) -> StageMemory:  # fmt: skip
     """Everything that a rank of stage `pp` holds, phase by phase (a colocated, synchronous step)."""
     sequence = config.parallel.sequence_parallel is not False and topology.tensor > 1
-    pack = Pack.of(load.max_tokens, topology, sequence, ITEM[config.model.dtype], fused)
-    micro_batches = load.micro_batches(topology.data)
-    kept, single = stage_activations(config, arch, topology, pp, pack, micro_batches, assume)
-    shape = stage_shape(arch, topology, pp)
-    deferred = bool(assume.deferred_head)
-    logits = head_bytes(arch, topology, pack, deferred, training=True) if shape.head else 0.0
-    elements = rank_parameters(arch, topology, pp)
-    actor, others = role_memory(elements, topology, config.model.dtype), RoleMemory()
+    item, dtype, micro_batches = ITEM[config.model.dtype], config.model.dtype, load.micro_batches(topology.data)
+
+    def working(tokens: float, training: bool, vocabulary: bool) -> tuple[float, float]:
+        """(bytes of the layers, bytes of the head) while one role computes."""
+        pack = Pack.of(tokens, topology, sequence, item, fused)
+        kept, single = stage_activations(config, arch, topology, pp, pack, micro_batches, assume)
+        head = head_bytes(arch, topology, pack, bool(assume.deferred_head), training) if vocabulary else 0.0
+        return (kept + (single if config.model.recompute == "full" else 0.0) if training else 2 * single), head
+
+    shape, elements = stage_shape(arch, topology, pp), rank_parameters(arch, topology, pp)
+    actor, critic, reference = role_memory(elements, topology, dtype), RoleMemory(), RoleMemory()
+    activations, logits = working(load.max_tokens, training=True, vocabulary=shape.head)
+    busy = {"log_prob": sum(working(load.max_tokens, False, shape.head)), "update": activations + logits}
     if config.derived.critic_enabled:
-        others += role_memory(rank_parameters(arch, topology, pp, value_head=True), topology, config.model.dtype)
-    if config.derived.reference_needed and not config.ref.offload_param:
-        others += RoleMemory(parameters=actor.parameters)
-    activations = kept + (single if config.model.recompute == "full" else 0.0)
-    forward = 2 * single + (head_bytes(arch, topology, pack, deferred, training=False) if shape.head else 0.0)
-    working = {"log_prob": forward, "update": activations + logits}
-    phases = phase_peaks(config, actor, others, working, engine, assume)
-    return StageMemory(pp, shape.layers, elements, actor, others, activations, logits, phases)
+        critic = role_memory(rank_parameters(arch, topology, pp, value_head=True), topology, dtype)
+        tokens = config.derived.critic_max_tokens_per_micro_batch
+        busy |= {"values": working(tokens, False, False)[0], "update_critic": working(tokens, True, False)[0]}
+    if config.derived.reference_needed:
+        reference = RoleMemory(parameters=actor.parameters)
+        busy["ref"] = busy["log_prob"]
+    phases = phase_peaks(config, actor, critic, reference, busy, engine, assume)
+    return StageMemory(pp, shape.layers, elements, actor, critic, reference, activations, logits, phases)
+
+
+def roles(
+    config: Config, actor: RoleMemory, critic: RoleMemory, reference: RoleMemory
+) -> tuple[tuple[RoleMemory, OffloadConfig], ...]:
+    """Each role with what of it leaves the device while another role uses it."""
+    frozen = OffloadConfig(param=config.ref.offload_param)
+    return (actor, config.actor.offload), (critic, config.critic.offload), (reference, frozen)
 
 
 def phase_peaks(
-    config: Config, actor: RoleMemory, others: RoleMemory, working: dict[str, float], engine: EngineMemory,
-    assume: Assumptions,
+    config: Config, actor: RoleMemory, critic: RoleMemory, reference: RoleMemory, busy: dict[str, float],
+    engine: EngineMemory, assume: Assumptions,
 ) -> dict[str, float]:  # fmt: skip
-    """The peak of every phase: who is on the device in it, under `actor.offload` and with a sleeping engine or not."""
-    away = config.actor.offload
-    state = (0.0 if away.grad else actor.gradients) + (0.0 if away.optimizer else actor.optimizer)
-    base = others.total + assume.overhead_gib * 2**30
+    """The peak of every phase: who is on the device in it, under each role's offloading and a sleeping engine or not.
+
+    `busy`: what the one role that a phase is about needs besides its state.
+    """
+    everybody = roles(config, actor, critic, reference)
+
+    def present(used: RoleMemory | None, training: bool = False) -> float:
+        found = assume.overhead_gib * 2**30
+        for role, away in everybody:
+            mine = role is used
+            found += role.parameters if mine or not away.param else 0.0
+            found += role.gradients if (mine and training) or not away.grad else 0.0
+            found += role.optimizer if (mine and training) or not away.optimizer else 0.0
+        return found
+
     awake = engine.weights if assume.engine_sleeps else engine.budget
     asleep = 0.0 if assume.engine_sleeps else engine.budget
+    users = {"log_prob": actor, "ref": reference, "values": critic, "update_critic": critic, "update": actor}
     return {
-        "rollout": base + engine.budget + state + (0.0 if away.param else actor.parameters),
-        "log_prob": base + asleep + actor.parameters + state + working["log_prob"],
-        "update": base + asleep + actor.total + working["update"],
-        "push": base + awake + actor.parameters + state + 2 * assume.bucket_mib * 2**20,
+        "rollout": present(None) + engine.budget,
+        **{
+            phase: present(role, phase.startswith("update")) + asleep + busy[phase]
+            for phase, role in users.items()
+            if phase in busy
+        },
+        "push": present(actor) + awake + 2 * assume.bucket_mib * 2**20,
     }
 
 

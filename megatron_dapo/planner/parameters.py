@@ -6,10 +6,9 @@ parameters over the expert-data-parallel ranks. Tests hold both to the slice tab
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from megatron_dapo.models.architecture import Architecture
-from megatron_dapo.models.tables import hf_shapes, padded_vocab
+from megatron_dapo.models.tables import padded_vocab
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.planner.stages import stage_shape
 from megatron_dapo.resharding.rollout_layout import padded_vocab as rollout_vocab
@@ -33,8 +32,9 @@ class Parameters:
 
 @lru_cache(maxsize=32)
 def total_parameters(arch: Architecture) -> int:
-    """Elements of the Hugging Face checkpoint."""
-    return sum(prod(shape) for shape in hf_shapes(arch).values())
+    """Elements of the Hugging Face checkpoint: one rank's, without the rows that pad the vocabulary."""
+    padding = (padded_vocab(arch.vocab, 1) - arch.vocab) * arch.hidden
+    return rank_parameters(arch, Topology(), 0).total - padding * (1 if arch.tied else 2)
 
 
 @lru_cache(maxsize=32)

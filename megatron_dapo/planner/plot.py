@@ -5,7 +5,6 @@ from pathlib import Path
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from megatron_dapo.planner.memory import PHASES
 from megatron_dapo.planner.run import GIB, RunPlan
 from megatron_dapo.planner.search import Search
 
@@ -25,7 +24,7 @@ def write_run(plan: RunPlan, path: Path) -> Path:
     }
     for name, sizes in parts.items():
         figure.add_bar(x=names, y=[size / GIB for size in sizes], name=name, row=1, col=1)
-    for phase in PHASES:
+    for phase in plan.stages[0].phases:
         peaks = [stage.phases[phase] / GIB for stage in plan.stages]
         figure.add_scatter(x=names, y=peaks, name=f"peak {phase}", mode="lines+markers", row=1, col=2)
     for column in (1, 2):

@@ -103,10 +103,16 @@ def problems(request: Request, load: Workload, engine: EngineMemory, stages: tup
             f"an engine of tensor_parallel_size {tensor} has room for {engine.kv_tokens} tokens, not "
             f"for one sequence of {longest}: raise rollout.tensor_parallel_size or rollout.gpu_memory_utilization"
         )
-    if request.topology.world % tensor and request.device.name != "cpu":
+    world = request.topology.world
+    node = min(device.host_devices, world)
+    if node % tensor and device.name != "cpu":
         found.append(
-            f"rollout.tensor_parallel_size {tensor} does not divide the {request.topology.world} devices: some idle"
+            f"rollout.tensor_parallel_size {tensor} does not divide the {node} devices of a node, and an engine does "
+            "not span nodes: lower it, or choose devices with more memory"
         )
+    wanted = config.rollout.engines or 0
+    if wanted > world // tensor and device.name != "cpu":
+        found.append(f"rollout.engines {wanted} of {tensor} devices each do not fit {world} devices: set null")
     short = config.actor.ppo_mini_batch_size * config.rollout.n
     if short < request.topology.data:
         found.append(

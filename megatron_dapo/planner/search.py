@@ -105,7 +105,8 @@ def layouts(arch: Architecture, world: int, per_node: int) -> Iterator[Topology]
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     mixture = arch.mixture
     sizes = layout_sizes(arch)
-    for tensor in [n for n in powers if n <= per_node and not arch.heads % n and not arch.kv_heads % n]:
+    fits = (n for n in powers if n <= per_node and not arch.heads % n)
+    for tensor in [n for n in fits if not arch.kv_heads % n or not n % arch.kv_heads]:  # fewer KV heads are replicated
         for pipeline in [n for n in divisors if n <= arch.layers and world % (tensor * n) == 0]:
             for chunks in (1, 2) if pipeline > 1 else (1,):
                 ends = even_split(arch.layers, pipeline, chunks)
@@ -133,7 +134,8 @@ def best_engine(request: Request) -> int:
     """The tensor-parallel size of engines that generates fastest; it does not depend on the training layout."""
     load, found = workload(request.config, request.assume), {}
     world = request.topology.world
-    for tensor in [2**k for k in range(world.bit_length()) if world % 2**k == 0]:
+    node = min(request.device.host_devices, world)
+    for tensor in [2**k for k in range(node.bit_length()) if node % 2**k == 0 and world % 2**k == 0]:
         try:
             check_divides(request.arch, tensor, expert_parallel=False)
         except ValueError:

@@ -1,16 +1,20 @@
 """A plan, a search and a reshard plan as tables for the terminal."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dapo.planner.memory import PHASES
 from megatron_dapo.planner.parameters import matrix_parameters, total_parameters
-from megatron_dapo.planner.reshard import ReshardPlan
 from megatron_dapo.planner.run import GIB, RunPlan
-from megatron_dapo.planner.search import Search
+
+if TYPE_CHECKING:  # NumPy comes with these, and the plan of a run does without
+    from megatron_dapo.planner.reshard import ReshardPlan
+    from megatron_dapo.planner.search import Search
 
 
 def text(*parts: Table | Text | Group, width: int = 120) -> str:
@@ -43,7 +47,7 @@ def _gib(size: float) -> str:
 def _memory(plan: RunPlan) -> Table:
     table = Table(title=f"GiB per rank, of {plan.request.device.memory_gib:g}", title_justify="left")
     columns = ("stage", "layers", "weights", "grads", "optim", "others", "activ.", "logits")
-    for name in (*columns, *(f"in {phase}" for phase in PHASES)):
+    for name in (*columns, *(f"in {phase}" for phase in plan.stages[0].phases)):
         table.add_column(name, justify="right")
     for stage in plan.stages:
         actor = stage.actor
@@ -57,7 +61,7 @@ def _memory(plan: RunPlan) -> Table:
         )
         peaks = [
             Text(_gib(stage.phases[phase]), style="red" if stage.phases[phase] > plan.request.device.memory else "")
-            for phase in PHASES
+            for phase in stage.phases
         ]
         table.add_row(str(stage.pp), str(stage.layers), *map(_gib, sizes), *peaks)
     return table
@@ -92,7 +96,7 @@ def _traffic(plan: RunPlan) -> Table:
         table.add_column(name, justify="right")
     for name, link in vars(plan.time.traffic).items():
         if link.bytes and link.ranks > 1:
-            per = "optimizer step" if name == "data" else "micro-batch, one direction"
+            per = {"data": "optimizer step", "push": "step"}.get(name, "micro-batch, one direction")
             where = "between nodes" if link.crosses_nodes else "inside the node"
             kind = name.replace("_", "-")
             table.add_row(kind, str(link.ranks), where, f"{link.bytes / 1e6:.1f}", f"{link.seconds * 1e3:.2f}", per)

@@ -8,7 +8,7 @@ from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.planner.assumptions import Assumptions
 from megatron_dapo.planner.devices import Device
-from megatron_dapo.planner.memory import ITEM, EngineMemory, StageMemory
+from megatron_dapo.planner.memory import ITEM, EngineMemory, StageMemory, roles
 from megatron_dapo.planner.parameters import attention_matrices, engine_parameters, matrix_parameters
 from megatron_dapo.planner.stages import stage_shape
 from megatron_dapo.planner.traffic import Network, Traffic, data_traffic, layer_traffic, push_link
@@ -80,7 +80,7 @@ def stage_seconds(
 
 def busiest_pass(
     config: Config, arch: Architecture, topology: Topology, device: Device, load: Workload, assume: Assumptions,
-    stages: tuple[StageMemory, ...],
+    engine: EngineMemory, stages: tuple[StageMemory, ...],
 ) -> _Pass:  # fmt: skip
     """The stage that the others wait for."""
     tokens = load.pack_tokens
@@ -89,12 +89,15 @@ def busiest_pass(
         for pp in range(topology.pipeline)
     ]
     pp = max(range(topology.pipeline), key=lambda p: times[p])
+    tensor_ranks = config.rollout.tensor_parallel_size
+    engines = config.rollout.engines or max(1, topology.world // tensor_ranks)
+    push = push_link(topology, device, engine.weights, tensor_ranks, engines, assume)
     shape = stage_shape(arch, topology, pp)
     tensor, exchange, context, boundary = layer_traffic(config, arch, topology, device, tokens, shape, assume)
     data = data_traffic(config, topology, device, stages[pp].elements, assume)
     hidden = (tensor.seconds + context.seconds) * assume.overlap
     exposed = tensor.seconds + context.seconds - hidden + exchange.seconds + boundary.seconds / 2
-    return _Pass(times[pp], exposed, Traffic(tensor, exchange, context, boundary, data))
+    return _Pass(times[pp], exposed, Traffic(tensor, exchange, context, boundary, data, push))
 
 
 def decode_seconds(
@@ -145,7 +148,7 @@ def step_time(
     stages: tuple[StageMemory, ...], assume: Assumptions,
 ) -> StepTime:  # fmt: skip
     """The synchronous step: generate, log-probabilities, update, push."""
-    one = busiest_pass(config, arch, topology, device, load, assume, stages)
+    one = busiest_pass(config, arch, topology, device, load, assume, engine, stages)
     pipeline, chunks = topology.pipeline, topology.chunks
     per_step = load.micro_batches(topology.data)
     forward_only = load.micro_batches(topology.data, load.trained_tokens)
@@ -158,7 +161,6 @@ def step_time(
     tensor = config.rollout.tensor_parallel_size
     engines = config.rollout.engines or max(1, topology.world // tensor)
     generation, batch = rollout_seconds(config, arch, device, load, engine, engines, assume)
-    push = push_link(topology, device, engine.weights, tensor, engines, assume).seconds
     critic, reference = config.derived.critic_enabled, config.derived.reference_needed
     moved = max(offloaded_bytes(config, stage) for stage in stages)
     seconds = {
@@ -168,7 +170,7 @@ def step_time(
         "values": inference if critic else 0.0,
         "update_critic": update * load.optimizer_steps if critic else 0.0,
         "update_actor": update * load.optimizer_steps,
-        "update_weights": push,
+        "update_weights": one.traffic.push.seconds,
         "offload": moved / (assume.host_gbs * 1e9),
     }
     per_token, total = forward_flops(arch, load.sequence_tokens), sum(seconds.values())
@@ -192,6 +194,7 @@ def step_time(
 
 def offloaded_bytes(config: Config, stage: StageMemory) -> float:
     """What goes to the host and comes back in a step."""
-    away, actor = config.actor.offload, stage.actor
-    parts = ((away.param, actor.parameters), (away.grad, 0.0), (away.optimizer, actor.optimizer))
-    return 2 * sum(size for chosen, size in parts if chosen)  # gradients are zeroed, not moved
+    moved = 0.0
+    for role, away in roles(config, stage.actor, stage.critic, stage.reference):
+        moved += (role.parameters if away.param else 0.0) + (role.optimizer if away.optimizer else 0.0)
+    return 2 * moved  # gradients are zeroed, not moved

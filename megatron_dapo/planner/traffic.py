@@ -37,6 +37,7 @@ class Traffic:
     context: Link
     pipeline: Link
     data: Link  # once per optimizer step
+    push: Link  # once per step: what a rollout rank receives, or a trainer's rank sends, whichever is more
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.models.slices import Layout
-from megatron_dapo.resharding.checksum import checksum
+from megatron_dapo.resharding.checksum import checksum, is_checked
 from megatron_dapo.resharding.layouts import ITEM_SIZE, Segment, index_in_storage
 from megatron_dapo.resharding.memory import torch_dtype
 from megatron_dapo.resharding.plan import Transfer
@@ -53,7 +53,7 @@ class Message:
 
 
 def storage_rounds(place: Segment, bucket_bytes: int) -> list[list[str]]:
-    """The storages of a destination in rounds of about `bucket_bytes`; a larger storage has a round of its own."""
+    """The storages of a destination in rounds of at most `bucket_bytes`; a larger one (see `parts`) has its own."""
     rounds: list[list[str]] = []
     room = 0
     for param, storage in place.storages.items():
@@ -93,8 +93,13 @@ def pack(
     params: Callable[[str], Tensor],
     dtypes: Mapping[str, str],
     buffer: Tensor,
+    push: int = 0,
+    check_every: int = 1,
 ) -> Tensor:
-    """Fill a byte buffer with a message, casting to the destination's dtypes. Returns the part that was filled."""
+    """Fill a byte buffer with a message, casting to the destination's dtypes. Returns the part that was filled.
+
+    `push` and `check_every` say which checksums are made, see `is_checked`.
+    """
     sums = buffer[message.sums_at : message.nbytes].view(torch.int64)
     for i, (piece, t) in enumerate(zip(message.pieces, transfers, strict=True)):
         source = ours[t.source_slice]
@@ -102,19 +107,27 @@ def pack(
         target = piece_view(buffer, piece, torch_dtype(dtypes[theirs[piece.slice].param]))
         box = box.reshape(piece.shape).to(target.dtype)
         target.copy_(box)
-        sums[i] = signed(checksum(box))
+        if is_checked(i, push, check_every):
+            sums[i] = signed(checksum(box))
     return buffer[: message.nbytes]
 
 
 @torch.no_grad()
-def unpack(message: Message, buffer: Tensor, layout: Layout, storages: Mapping[str, Tensor]) -> None:
+def unpack(
+    message: Message,
+    buffer: Tensor,
+    layout: Layout,
+    storages: Mapping[str, Tensor],
+    push: int = 0,
+    check_every: int = 1,
+) -> None:
     """Put every piece of a message where it belongs. Raises ChecksumError naming the tensor that was damaged."""
     sums = buffer[message.sums_at : message.nbytes].view(torch.int64).tolist()
-    for piece, expected in zip(message.pieces, sums, strict=True):
+    for i, (piece, expected) in enumerate(zip(message.pieces, sums, strict=True)):
         target = layout[piece.slice]
         storage = storages[target.param]
         box = piece_view(buffer, piece, storage.dtype)
-        if signed(checksum(box)) != expected:
+        if is_checked(i, push, check_every) and signed(checksum(box)) != expected:
             raise damaged(target.tensor, piece.offset, piece.shape)
         place = storage[index_in_storage(target, piece.offset, piece.shape)]
         place.copy_(box.view(place.shape))

@@ -21,13 +21,17 @@ from megatron_dapo.models.slices import Layout
 from megatron_dapo.resharding.layouts import ITEM_SIZE, share_equal
 from megatron_dapo.resharding.memory import host_identity, unlink
 from megatron_dapo.resharding.messages import DEFAULT_BUCKET_BYTES
+from megatron_dapo.resharding.parts import in_parts
 from megatron_dapo.resharding.plan import PlanError
+from megatron_dapo.resharding.transport_files import FilePublisher, file_update
+from megatron_dapo.resharding.transport_ipc import ExportedSlots, open_slots
 from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, call_off, free_port, own_address
-from megatron_dapo.resharding.transport_ring import RingPublisher, give_up
+from megatron_dapo.resharding.transport_ring import Ring, RingPublisher, give_up
 from megatron_dapo.resharding.transport_shm import WeightPublisher, weight_update
 
 log = logging.getLogger(__name__)
 CASTS = ("float32", "bfloat16", "float16")  # what a sender can cast to
+IN_MEMORY = ("shared_memory", "ring", "cuda_ipc")  # of one host
 Update = list[dict[str, Any]]  # what one engine must know of one push, an entry for each of its ranks
 
 
@@ -53,19 +57,23 @@ class Pushed:
 class Target:
     """One rollout engine as a push sees it: its host, what each of its ranks stores, and the storages' dtypes.
 
-    `whole`: HF tensors in layers that the bridge does not know, which every rank is sent in full.
+    `whole`: HF tensors in layers that the bridge does not know, which every rank is sent in full. `colocated`: it is on
+    the trainer's own GPUs.
     """
 
     host: str
     layouts: tuple[Layout, ...]
     dtypes: Mapping[str, str]
     whole: tuple[str, ...] = ()
+    colocated: bool = False
 
 
 class PushEngine(Protocol):
     """What a push needs of an engine. `RolloutEngine` is one; so is whatever stands for one in another process."""
 
     def target(self) -> Target: ...
+
+    def export_slots(self, nbytes: int) -> list[ExportedSlots]: ...
 
     def update_weights_soon(self, update: Update, version: int) -> "Future[list[dict[str, Any]]]": ...
 
@@ -88,12 +96,22 @@ class Standpoint:
 class Route:
     """How weights travel to a set of engines, the same on every rank. `destinations`: all engines' ranks, in order."""
 
-    transport: str  # "shared_memory" | "ring" | "peers"
-    place: str | Meeting  # what the files' paths begin with, or where peers meet
+    transport: str  # "shared_memory" | "ring" | "cuda_ipc" | "peers" | "files"
+    place: str | Meeting  # what the shared files' paths begin with, where peers meet, or the directory of the files
     destinations: Mapping[int, Layout]
     dtypes: Mapping[str, str]
     widths: tuple[int, ...]  # ranks of each engine
     bucket_bytes: int = DEFAULT_BUCKET_BYTES  # of a round, where the transport has rounds
+    check_every: int = 1  # of the slices, how many are compared in a push: each, or every nth
+    slots: tuple[ExportedSlots, ...] = ()  # of all destinations, where they lie on GPUs
+
+    @property
+    def slots_bytes(self) -> int:
+        """What each destination must lend of its GPU's memory."""
+        return max(
+            Ring.of(made.layout, made.place, 1, self.bucket_bytes).slots_bytes
+            for made in in_parts(self.destinations, self.dtypes, self.bucket_bytes).values()
+        )
 
     @cached_property
     def stored(self) -> int:
@@ -107,13 +125,18 @@ class Route:
 
     def updates(self, receipts: Iterable[Any]) -> list[Update]:
         """What each engine takes, from what `Sender.prepare` returned on all ranks."""
-        parts = weight_update(receipts) if self.transport == "shared_memory" else list(receipts)
+        if self.transport == "shared_memory":
+            parts = weight_update(receipts)
+        elif self.transport == "files":
+            parts = file_update(receipts)
+        else:
+            parts = list(receipts)
         ends = accumulate(self.widths, initial=0)
         return [parts[start:end] for start, end in pairwise(ends)]
 
     def hide(self) -> None:
         """Take their names from shared files that all ranks have open by now: nothing is left after a crash."""
-        if isinstance(self.place, str):
+        if self.transport in IN_MEMORY:
             unlink(f"{self.place}-{d}" for d in self.destinations)
 
     def start(self, engine: PushEngine, update: Update, version: int) -> "Future[list[dict[str, Any]]]":
@@ -132,7 +155,7 @@ class Route:
             return
         if isinstance(self.place, Meeting):  # in the background: the meeting opens when the ranks begin to send
             Thread(target=call_off, args=(self.place, str(error).partition("\n")[0]), daemon=True).start()
-        elif self.transport == "ring":
+        elif self.transport in ("ring", "cuda_ipc"):
             for part in update:
                 give_up(part["details"])
 
@@ -149,9 +172,12 @@ def choose_route(
     transport: str = "auto",
     backend: str = "gloo",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    check_every: int = 1,
+    directory: str = "",
 ) -> Route:
-    """Shared memory where all ranks and engines are on one host, else send and receive with `backend`.
+    """Memory where all ranks and engines are on one host, else send and receive with `backend`.
 
+    That memory is the engines' GPU memory where they are on the trainer's GPUs. `directory` is for `files`.
     `shapes` are the HF tensors of the trained model. Raises PlanError for an engine that does not store just these,
     UserError for a `transport` that cannot reach one.
     """
@@ -159,21 +185,35 @@ def choose_route(
     widths = tuple(len(engine.layouts) for engine in engines)
     hosts = {rank.host for rank in ranks} | {engine.host for engine in engines}
     if transport == "auto":
-        transport = "shared_memory" if len(hosts) == 1 else "peers"
-    if transport != "peers" and len(hosts) > 1:
+        on_gpus = backend == "nccl" and all(engine.colocated for engine in engines)  # untested on GPU
+        transport = "peers" if len(hosts) > 1 else "cuda_ipc" if on_gpus else "shared_memory"
+    if transport == "cuda_ipc" and backend != "nccl":
+        raise UserError("rollout.weight_transport=cuda_ipc needs GPUs: choose auto or shared_memory")
+    if transport in IN_MEMORY and len(hosts) > 1:
         raise UserError(
             f"rollout.weight_transport={transport}: the trainer's ranks and the rollout engines are on {len(hosts)} "
-            "hosts, which share no memory; choose auto or peers"
+            "hosts, which share no memory; choose auto, peers or files"
         )
+    if any(engine.colocated for engine in engines):
+        backend = "gloo"  # one GPU cannot be two members of an NCCL group
     _check(shapes, engines, destinations, widths)
     for name in sorted({name for engine in engines for name in engine.whole}):
         log.warning("%s lies in a vLLM layer that the bridge does not know: every rank is sent all of it", name)
     name, place = f"megatron_dapo-{uuid4().hex[:12]}", ranks[0]
     meeting = Meeting(
-        place.address, place.port, name, len(ranks), sum(widths), backend=backend, bucket_bytes=bucket_bytes
+        place.address,
+        place.port,
+        name,
+        len(ranks),
+        sum(widths),
+        backend=backend,
+        bucket_bytes=bucket_bytes,
+        check_every=check_every,
     )
-    where = meeting if transport == "peers" else f"/dev/shm/{name}"
-    return Route(transport, where, destinations, engines[0].dtypes, widths, bucket_bytes)
+    where: str | Meeting = f"/dev/shm/{name}" if transport in IN_MEMORY else f"{directory}/{name}"
+    if transport == "peers":
+        where = meeting
+    return Route(transport, where, destinations, engines[0].dtypes, widths, bucket_bytes, check_every)
 
 
 def _check(
@@ -223,31 +263,48 @@ def check_same_model(shapes: Mapping[str, tuple[int, ...]], engine: Sequence[Lay
             )
 
 
+Publisher = WeightPublisher | RingPublisher | PeerPublisher | FilePublisher
+PUBLISHERS: dict[str, type[Publisher]] = {
+    "shared_memory": WeightPublisher,
+    "ring": RingPublisher,
+    "cuda_ipc": RingPublisher,
+    "peers": PeerPublisher,
+    "files": FilePublisher,
+}
+
+
 class Sender:
     """One rank's part of every push along a route. Every rank constructs it, then plans it, once."""
 
     def __init__(self, rank: int, sources: Mapping[int, Layout], params: Callable[[str], Tensor], route: Route) -> None:
         """`params` gives this rank's storage of a name. Raises PlanError where the sources cannot serve an engine."""
-        kinds = {"shared_memory": WeightPublisher, "ring": RingPublisher, "peers": PeerPublisher}
-        options = {"bucket_bytes": route.bucket_bytes} if route.transport == "ring" else {}
+        options: dict[str, Any] = {"dtypes": route.dtypes}
+        if route.transport != "peers":  # the meeting knows it
+            options["check_every"] = route.check_every
+        if route.transport in ("ring", "cuda_ipc", "files"):
+            options["bucket_bytes"] = route.bucket_bytes
+        if route.transport == "cuda_ipc":  # untested on GPU
+            options["slots"] = dict(zip(route.destinations, map(open_slots, route.slots), strict=True))
         place: Any = route.place  # each kind has its own
         self.first = rank == min(sources)
-        self.publisher: WeightPublisher | RingPublisher | PeerPublisher = kinds[route.transport](
-            rank, sources[rank], params, sources, route.destinations, place, dtypes=route.dtypes, **options
+        self.publisher: Publisher = PUBLISHERS[route.transport](
+            rank, sources[rank], params, sources, route.destinations, place, **options
         )
         self.written = 0
 
     def prepare(self) -> list[Any]:
         """What can be done before the engines know; the results of all ranks go to `Route.updates`."""
-        if isinstance(self.publisher, WeightPublisher):
-            receipts = self.publisher.write()
+        if isinstance(self.publisher, WeightPublisher | FilePublisher):
+            receipts: list[Any] = [*self.publisher.write()]
             self.written = sum(receipt.written for receipt in receipts)
             return receipts
         return self.publisher.update() if self.first else []
 
     def send(self) -> int:
         """The rest, while the engines receive. Returns the bytes this rank gave to the push. Raises TransferError."""
-        return self.written if isinstance(self.publisher, WeightPublisher) else self.publisher.send()
+        if isinstance(self.publisher, WeightPublisher | FilePublisher):
+            return self.written
+        return self.publisher.send()
 
     def close(self) -> None:
         self.publisher.close()

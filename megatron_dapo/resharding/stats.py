@@ -66,7 +66,7 @@ def plan_stats(
         receive_max_bytes=int(received.max()),
         pairs=int((table > 0).sum()),
         largest_pair=(list(sources)[int(busiest)], int(reader), int(table.max())),
-        peak_buffer_bytes=BUCKETS * min(max(bucket_bytes, int(moved.max(initial=0))), int(sent.max())),
+        peak_buffer_bytes=BUCKETS * min(bucket_bytes, int(sent.max())),
     )
 
 

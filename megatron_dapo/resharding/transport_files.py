@@ -42,6 +42,8 @@ class FileReceipt:
     written: int  # bytes
     digest: str
     bucket_bytes: int
+    push: int
+    check_every: int
 
 
 class FilePublisher:
@@ -58,13 +60,14 @@ class FilePublisher:
         *,
         dtypes: Mapping[str, str],
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        check_every: int = 1,
     ) -> None:
         """Raises PlanError where the sources cannot serve a destination."""
         self.rank, self.layout, self.params, self.dtypes = rank, my_layout, my_params, dtypes
         self.directory, self.bucket_bytes = Path(directory), bucket_bytes
         self.destinations = dict(destinations)
         self.segments = {d: segment(layout, dtypes) for d, layout in destinations.items()}
-        self.pushes = 0
+        self.pushes, self.check_every = 0, check_every
         self.old: list[str] = []
         sends: dict[int, list[Transfer]] = defaultdict(list)
         for t in plan(all_sources, share_equal(destinations)).sends(rank):
@@ -93,14 +96,26 @@ class FilePublisher:
         with partial.open("wb") as file:
             file.write(json.dumps(to_json({r: m for r, (m, _) in made.items()})).encode() + b"\n")
             for message, transfers in made.values():
-                pack(message, transfers, self.layout, theirs, self.params, self.dtypes, buffer)
+                pack(
+                    message,
+                    transfers,
+                    self.layout,
+                    theirs,
+                    self.params,
+                    self.dtypes,
+                    buffer,
+                    self.pushes,
+                    self.check_every,
+                )
                 file.write(buffer[: message.nbytes].numpy().data)
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
         partial.rename(path)
         digest = self.segments[destination].digest
-        return FileReceipt(self.rank, destination, str(path), size, digest, self.bucket_bytes)
+        return FileReceipt(
+            self.rank, destination, str(path), size, digest, self.bucket_bytes, self.pushes, self.check_every
+        )
 
     def close(self) -> None:
         unlink(self.old)
@@ -115,7 +130,12 @@ def file_update(receipts: Iterable[FileReceipt]) -> list[dict[str, Any]]:
         {
             "transport": "files",
             "digest": parts[0].digest,
-            "details": {"paths": [part.path for part in parts], "bucket_bytes": parts[0].bucket_bytes},
+            "details": {
+                "paths": [part.path for part in parts],
+                "bucket_bytes": parts[0].bucket_bytes,
+                "push": parts[0].push,
+                "check_every": parts[0].check_every,
+            },
         }
         for _, parts in sorted(by_destination.items())
     ]
@@ -128,6 +148,7 @@ class FileReceiver:
         self.layout, self.segment = layout, place
         self.paths: list[str] = details["paths"]
         self.bucket_bytes: int = details["bucket_bytes"]
+        self.push, self.check_every = details["push"], details["check_every"]
         self.received = 0  # bytes of the last push, with their checksums
 
     def serves(self, details: Mapping[str, Any]) -> bool:
@@ -144,7 +165,8 @@ class FileReceiver:
                 held = empty_storages(self.segment, params)
                 for path, file, sent in files:
                     if r in sent:
-                        unpack(sent[r], read_message(path, file, sent[r]), self.layout, held)
+                        buffer = read_message(path, file, sent[r])
+                        unpack(sent[r], buffer, self.layout, held, self.push, self.check_every)
                         self.received += sent[r].nbytes
                 yield from held.items()
         finally:

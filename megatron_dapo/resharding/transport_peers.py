@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from megatron_dapo.models.slices import Layout
-from megatron_dapo.resharding.layouts import Segment, segment, share_equal
+from megatron_dapo.resharding.layouts import Segment, segment
 from megatron_dapo.resharding.messages import (
     DEFAULT_BUCKET_BYTES,
     Message,
@@ -32,6 +32,7 @@ from megatron_dapo.resharding.messages import (
     to_json,
     unpack,
 )
+from megatron_dapo.resharding.parts import Parts, dtypes_of, in_parts
 from megatron_dapo.resharding.plan import Transfer, plan
 
 
@@ -47,6 +48,7 @@ class Meeting:
     backend: str = "gloo"  # | "nccl"
     timeout_seconds: float = 300.0
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    check_every: int = 1
 
     @property
     def device(self) -> str:
@@ -129,7 +131,7 @@ class Outgoing:
     destination: int  # rank in the group
     message: Message
     transfers: Sequence[Transfer]
-    layout: Layout  # the destination's
+    parts: Parts  # the destination's
 
 
 class PeerPublisher:
@@ -148,15 +150,17 @@ class PeerPublisher:
     ) -> None:
         """Pure until the first `send`. Raises PlanError where the sources cannot serve a destination."""
         self.layout, self.params, self.meeting, self.dtypes = my_layout, my_params, meeting, dtypes
+        self.pushes = 0
         self.index, self.destinations = sorted(all_sources).index(rank), destinations
         self.outgoing: list[Outgoing] = []
         self.group: PeerGroup | None = None
-        sends = plan(all_sources, share_equal(destinations)).sends(rank)
-        for place, (destination, layout) in enumerate(sorted(destinations.items())):
-            rounds = storage_rounds(segment(layout, dtypes), meeting.bucket_bytes)
+        parts = in_parts(destinations, dtypes, meeting.bucket_bytes)
+        sends = plan(all_sources, {d: made.layout for d, made in parts.items()}).sends(rank)
+        for place, (destination, made) in enumerate(sorted(parts.items())):
+            rounds = storage_rounds(made.place, meeting.bucket_bytes)
             mine = [t for t in sends if t.destination == destination]
-            for r, (message, transfers) in messages(mine, layout, dtypes, rounds).items():
-                self.outgoing.append(Outgoing(r, meeting.sources + place, message, transfers, layout))
+            for r, (message, transfers) in messages(mine, made.layout, made.dtypes, rounds).items():
+                self.outgoing.append(Outgoing(r, meeting.sources + place, message, transfers, made))
         self.outgoing.sort(key=lambda out: (out.round, out.destination))
 
     def update(self) -> list[dict[str, Any]]:
@@ -177,7 +181,15 @@ class PeerPublisher:
                 if under_way[i % 2] is not None:
                     under_way[i % 2].wait()
                 part = pack(
-                    out.message, out.transfers, self.layout, out.layout, self.params, self.dtypes, buffers[i % 2]
+                    out.message,
+                    out.transfers,
+                    self.layout,
+                    out.parts.layout,
+                    self.params,
+                    out.parts.dtypes,
+                    buffers[i % 2],
+                    self.pushes,
+                    self.meeting.check_every,
                 )
                 under_way[i % 2] = group.send(part, out.destination, out.round)
             for work in under_way:
@@ -186,6 +198,7 @@ class PeerPublisher:
         except RuntimeError as error:
             self.close()
             raise TransferError(f"source {self.index} could not complete a push of weights: {error}") from error
+        self.pushes += 1
         return sum(out.message.nbytes for out in self.outgoing)
 
     def _join(self) -> PeerGroup:
@@ -221,7 +234,7 @@ class PeerReceiver:
         plain = dict(details)
         number = plain.pop("place")
         self.meeting = Meeting(**plain)
-        self.layout, self.segment = layout, place
+        self.parts, self.pushes = Parts.of(layout, dtypes_of(place), self.meeting.bucket_bytes), 0
         self.group = PeerGroup(self.meeting, self.meeting.sources + number)
         sources = range(self.meeting.sources)
         self.received = 0  # bytes of the last push, with their checksums
@@ -233,20 +246,24 @@ class PeerReceiver:
 
     def storages(self) -> Iterator[tuple[str, Tensor]]:
         """Every storage, complete, one after the other. The next round travels while the caller uses this one."""
-        rounds = storage_rounds(self.segment, self.meeting.bucket_bytes)
+        return self.parts.joined(self._rounds())
+
+    def _rounds(self) -> Iterator[tuple[str, Tensor]]:
+        rounds = storage_rounds(self.parts.place, self.meeting.bucket_bytes)
         self.received = 0
         coming = self._post(0)
         for r, params in enumerate(rounds):
             current, coming = coming, self._post(r + 1)
-            held = empty_storages(self.segment, params, self.meeting.device)
+            held = empty_storages(self.parts.place, params, self.meeting.device)
             for message, buffer, work in current:
                 try:
                     work.wait()
                 except RuntimeError as error:
                     raise TransferError(f"a trainer rank stopped sending in round {r}: {error}") from error
-                unpack(message, buffer, self.layout, held)
+                unpack(message, buffer, self.parts.layout, held, self.pushes, self.meeting.check_every)
                 self.received += message.nbytes
             yield from held.items()
+        self.pushes += 1
 
     def _post(self, r: int) -> list[tuple[Message, Tensor, Any]]:
         posted = []

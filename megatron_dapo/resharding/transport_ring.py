@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.models.slices import Layout
-from megatron_dapo.resharding.checksum import checksum
-from megatron_dapo.resharding.layouts import ALIGNMENT, Segment, Storage, index_in_storage, segment, share_equal
+from megatron_dapo.resharding.checksum import checksum, is_checked
+from megatron_dapo.resharding.layouts import ALIGNMENT, Segment, Storage, index_in_storage
 from megatron_dapo.resharding.memory import SharedFile, map_bytes, storage_view, unlink
 from megatron_dapo.resharding.messages import (
     DEFAULT_BUCKET_BYTES,
@@ -30,6 +30,7 @@ from megatron_dapo.resharding.messages import (
     signed,
     storage_rounds,
 )
+from megatron_dapo.resharding.parts import Parts, dtypes_of, in_parts
 from megatron_dapo.resharding.plan import Transfer, plan
 from megatron_dapo.resharding.transport_ipc import exported_slots, settle
 
@@ -157,28 +158,30 @@ class RingPublisher:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         timeout_seconds: float = 300.0,
         slots: Mapping[int, Tensor] | None = None,
+        check_every: int = 1,
     ) -> None:
         """`slots`: the destinations' own memory where it is not the file's (`transport_ipc.open_slots`).
 
         Raises PlanError where the sources cannot serve a destination."""
         self.params, self.layout, self.timeout = my_params, my_layout, timeout_seconds
         self.index, self.pushes, self.bucket_bytes = sorted(all_sources).index(rank), 0, bucket_bytes
+        self.check_every = check_every
+        parts = in_parts(destinations, dtypes, bucket_bytes)
         sends: dict[int, list[Transfer]] = defaultdict(list)
-        for t in plan(all_sources, share_equal(destinations)).sends(rank):
+        for t in plan(all_sources, {d: made.layout for d, made in parts.items()}).sends(rank):
             sends[t.destination].append(t)
         self.slots_elsewhere = slots is not None
         self.digests: dict[int, str] = {}
         self.files: dict[int, SharedFile] = {}
         self.memories: dict[int, RingMemory] = {}
         self.fills: dict[int, dict[int, list[Fill]]] = {}
-        for d, layout in sorted(destinations.items()):
-            place = segment(layout, dtypes)
-            ring = Ring.of(layout, place, len(all_sources), bucket_bytes)
-            self.digests[d] = place.digest
+        for d, made in sorted(parts.items()):
+            ring = Ring.of(made.layout, made.place, len(all_sources), bucket_bytes)
+            self.digests[d] = made.whole.digest
             self.files[d] = SharedFile(f"{path_prefix}-{d}", ring.file_bytes(slots is not None))
             self.memories[d] = RingMemory(ring, self.files[d].bytes, slots[d] if slots is not None else None)
             self.memories[d].writers[self.index] = os.getpid()
-            self.fills[d] = self._fills(ring, layout, sends[d])
+            self.fills[d] = self._fills(ring, made.layout, sends[d])
 
     def _fills(self, ring: Ring, layout: Layout, transfers: list[Transfer]) -> dict[int, list[Fill]]:
         place = {i: (r, k) for r, slices in enumerate(ring.slices) for k, i in enumerate(slices)}
@@ -202,6 +205,7 @@ class RingPublisher:
                     "sources": memory.ring.sources,
                     "bucket_bytes": self.bucket_bytes,
                     "push": self.pushes,
+                    "check_every": self.check_every,
                     "slots_elsewhere": self.slots_elsewhere,
                     "timeout_seconds": self.timeout,
                 },
@@ -247,7 +251,8 @@ class RingPublisher:
         for fill in fills:
             target = memory.storage(slot, fill.target_param)[fill.target]
             box = self.params(fill.param)[fill.source].to(target.dtype)
-            memory.sums[slot, self.index, fill.slice] += signed(checksum(box))
+            if is_checked(fill.slice, push, self.check_every):
+                memory.sums[slot, self.index, fill.slice] += signed(checksum(box))
             target.copy_(box.reshape(target.shape))
             written += target.nbytes
         settle(memory.slots[slot])
@@ -263,8 +268,9 @@ class RingReceiver:
     """The vLLM worker's side."""
 
     def __init__(self, layout: Layout, place: Segment, details: Mapping[str, Any]) -> None:
-        self.layout = layout
-        self.ring = Ring.of(layout, place, details["sources"], details["bucket_bytes"])
+        self.parts = Parts.of(layout, dtypes_of(place), details["bucket_bytes"])
+        self.layout = self.parts.layout
+        self.ring = Ring.of(self.layout, self.parts.place, details["sources"], details["bucket_bytes"])
         fd = os.open(details["handle"], os.O_RDWR | os.O_CLOEXEC)
         status = os.fstat(fd)
         self.file = (status.st_dev, status.st_ino)
@@ -281,7 +287,10 @@ class RingReceiver:
         return (status.st_dev, status.st_ino) == self.file
 
     def storages(self) -> Iterator[tuple[str, Tensor]]:
-        """Every storage, where it lies: its slot is given back when the caller asks for the next round."""
+        """Every storage, where it lies or put together: its slot is given back when the caller asks for the next."""
+        return self.parts.joined(self._rounds())
+
+    def _rounds(self) -> Iterator[tuple[str, Tensor]]:
         memory, rounds = self.memory, self.ring.rounds
         first = self.details["push"] * len(rounds)
         memory.worker[0] = os.getpid()
@@ -294,8 +303,9 @@ class RingReceiver:
                 slot = total % SLOTS
                 self._verify(slot, r)
                 for param in params:
-                    self.received += self.ring.storages[param].nbytes
-                    yield param, memory.storage(slot, param)
+                    storage = memory.storage(slot, param)
+                    yield param, storage
+                    self.received += storage.nbytes  # the caller has copied it
                 settle(memory.slots[slot])
                 memory.taken[0] = total + 1
             complete = True
@@ -312,7 +322,10 @@ class RingReceiver:
         return f"trainer rank {gone[0]}" if gone else None
 
     def _verify(self, slot: int, r: int) -> None:
+        push, every = self.details["push"], self.details["check_every"]
         for k, i in enumerate(self.ring.slices[r]):
+            if not is_checked(k, push, every):
+                continue
             piece = self.layout[i]
             box = self.memory.storage(slot, piece.param)[index_in_storage(piece, piece.offset, piece.shape)]
             if signed(checksum(box)) != int(self.memory.sums[slot, :, k].sum()):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.models.slices import Layout
-from megatron_dapo.resharding.checksum import checksum
+from megatron_dapo.resharding.checksum import checksum, is_checked
 from megatron_dapo.resharding.layouts import Segment, digest, index_in_storage, segment
 from megatron_dapo.resharding.memory import SharedFile, map_bytes, storage_view, unlink
 from megatron_dapo.resharding.messages import damaged
@@ -107,7 +107,7 @@ class WeightPublisher:
         written = 0
         for copy in self.copies[destination]:
             box = self.params(copy.param)[copy.source].to(copy.target.dtype)
-            if (copy.slice + self.pushes) % self.check_every == 0:
+            if is_checked(copy.slice, self.pushes, self.check_every):
                 sums[copy.slice] += checksum(box)
             copy.target.copy_(box.view(copy.target.shape) if box.ndim != copy.target.ndim else box)
             written += copy.target.nbytes
@@ -175,8 +175,9 @@ class SharedMemoryReceiver:
                 raise damaged(piece.tensor, piece.offset, piece.shape)
         self.received = 0
         for param, storage_place in self.segment.storages.items():
-            self.received += storage_place.nbytes
-            yield param, storage_view(self.memory, storage_place)
+            storage = storage_view(self.memory, storage_place)
+            yield param, storage
+            self.received += storage.nbytes  # the caller has copied it
 
 
 def identity(status: os.stat_result) -> tuple[int, int]:

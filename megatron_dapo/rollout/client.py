@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Self
 
 from megatron_dapo.resharding.push import Target
+from megatron_dapo.resharding.transport_ipc import ExportedSlots
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec
 from megatron_dapo.rollout.wire import pack_requests
@@ -117,6 +118,10 @@ class EngineClient(ABC):
     def wake(self, *parts: str) -> None:
         """Take it again: "weights" before a push, "kv_cache" after it."""
         self._call("wake", *parts).result()
+
+    def export_slots(self, nbytes: int) -> list[ExportedSlots]:
+        """Memory of every worker's GPU that trainer ranks of the same host can write to. # untested on GPU"""
+        return self._call("export_slots", nbytes).result()
 
     def update_weights(self, update: Sequence[Mapping[str, Any]], version: int) -> list[dict[str, Any]]:
         """Load the pushed weights; tokens sampled from now on carry `version`. Returns one report per rank.

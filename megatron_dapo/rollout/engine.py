@@ -15,7 +15,6 @@ from typing import Any
 from megatron_dapo.models.slices import Layout
 from megatron_dapo.resharding.memory import host_identity
 from megatron_dapo.resharding.push import Target
-from megatron_dapo.resharding.transport_ipc import ExportedSlots
 from megatron_dapo.rollout.client import EngineClient, EngineDied, EngineError
 from megatron_dapo.rollout.processes import end_group, remove_shared_memory
 from megatron_dapo.rollout.spec import EngineSpec, environment
@@ -90,16 +89,13 @@ class RolloutEngine(EngineClient):
 
     def target(self) -> Target:
         """What a push must know of this engine."""
-        return Target(host_identity(), tuple(self.layouts()), self.dtypes(), self.full_tensors())
+        layouts, whole = tuple(self.layouts()), self.full_tensors()
+        return Target(host_identity(), layouts, self.dtypes(), whole, colocated=self.spec.sleeps)
 
     def _described(self) -> list[tuple[Layout, dict[str, str], tuple[str, ...]]]:
         if self._layouts is None:
             self._layouts = self._call("layouts").result()
         return self._layouts
-
-    def export_slots(self, nbytes: int) -> list[ExportedSlots]:
-        """GPU memory of every worker for `RingPublisher(slots=...)`, see `transport_ipc`. # untested on GPU"""
-        return self._call("export_slots", nbytes).result()
 
     def close(self, grace_seconds: float = 10.0) -> None:
         """End the process and its workers, politely first. May be called twice."""

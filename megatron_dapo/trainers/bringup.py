@@ -63,8 +63,17 @@ def topology_of(config: Config, world: int | None = None) -> Topology:
 def checked_architecture(config: Config) -> Architecture:
     """The model's architecture, after checking that the layout fits it and that its weights are all there."""
     arch = Architecture.from_dir(config.model.path)
+    check_model(config, model_numbers(arch))
+    with HFWeights(Path(config.model.path)) as weights:
+        for name in hf_shapes(arch):
+            weights.file_of(name)  # raises for a tensor that no file has
+    return arch
+
+
+def model_numbers(arch: Architecture) -> ModelNumbers:
+    """The architecture in the words of the configuration's checks."""
     mixture = arch.mixture
-    numbers = ModelNumbers(
+    return ModelNumbers(
         layers=arch.layers,
         heads=arch.heads,
         kv_heads=arch.kv_heads,
@@ -74,11 +83,6 @@ def checked_architecture(config: Config) -> Architecture:
         expert_ffn=mixture.ffn if mixture else 0,
         max_positions=arch.max_positions,
     )
-    check_model(config, numbers)
-    with HFWeights(Path(config.model.path)) as weights:
-        for name in hf_shapes(arch):
-            weights.file_of(name)  # raises for a tensor that no file has
-    return arch
 
 
 def join_world(config: Config, topology: Topology) -> dist.ProcessGroup | None:

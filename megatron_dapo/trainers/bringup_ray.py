@@ -1,5 +1,6 @@
 """What a run asks of a Ray cluster: slots for its ranks, and places for the engines of an asynchronous mode."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import ray
@@ -9,6 +10,7 @@ from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.rollout.client import EngineClient
 from megatron_dapo.rollout.remote import RemoteEngine
 from megatron_dapo.runtime.ray import Pool
+from megatron_dapo.trainers.generation import check_width
 from megatron_dapo.trainers.worker import engine_spec, tells_routing
 
 
@@ -55,6 +57,8 @@ def start_engines(config: Config, ranks: Pool, devices: Sequence[Sequence[int]])
         gpus = {"GPU": float(width)} if cluster_gpus() else {}  # untested on GPU
         slots = Pool.take(count, {"CPU": 1.0, **gpus}, "SPREAD").slots
         return [RemoteEngine(engine_spec(config, i, routed_experts=routed), slot) for i, slot in enumerate(slots)]
+    if cluster_gpus():  # untested on GPU
+        check_width(width, min(Counter(slot.node for slot in ranks.slots).values()))
     engines: list[EngineClient] = []
     for index in range(count):
         first = index * width % len(ranks.slots)

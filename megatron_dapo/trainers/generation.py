@@ -9,20 +9,41 @@ from torch import Tensor
 from megatron_dapo.algorithms import filter_value
 from megatron_dapo.config import Config
 from megatron_dapo.data.types import Group, Prompt, Score, Trajectory
+from megatron_dapo.errors import UserError
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.rewards import RewardManager
 from megatron_dapo.rollout.requests import Generation, GenerationRequest, Sampling, sample_seed
 from megatron_dapo.runtime.group import WorkerGroup
 
 
-def rollout_hosts(config: Config, topology: Topology, *, gpus: bool) -> tuple[int, ...]:
-    """The ranks that own a rollout engine: on GPUs the first of every `tensor_parallel_size`, on a CPU host rank 0…"""
+def rollout_hosts(config: Config, topology: Topology, *, node_gpus: int) -> tuple[int, ...]:
+    """The ranks that own a rollout engine: on GPUs the first of every `tensor_parallel_size`, on a CPU host rank 0…
+
+    `node_gpus`: ranks of a node, each with a GPU; 0 on a CPU host. Raises UserError for engines that have no place.
+    """
     if config.trainer.mode != "sync":
         return ()  # the driver has them
-    if gpus:  # untested on GPU
-        width = config.rollout.tensor_parallel_size
-        return tuple(range(0, topology.world, width))
-    return tuple(range(min(config.rollout.engines or 1, topology.world)))
+    if not node_gpus:
+        return tuple(range(min(config.rollout.engines or 1, topology.world)))
+    width, wanted = config.rollout.tensor_parallel_size, config.rollout.engines  # untested on GPU
+    check_width(width, node_gpus)
+    places = range(0, topology.world, width)
+    if wanted is not None and wanted > len(places):
+        raise UserError(
+            f"rollout.engines={wanted} of rollout.tensor_parallel_size={width} do not fit {topology.world} GPUs: set "
+            f"at most {len(places)}, or null for as many as there is room for"
+        )
+    return tuple(places[:wanted])
+
+
+def check_width(width: int, node_gpus: int) -> None:
+    """An engine is a process of one node, and engines fill a node without a rest. Raises UserError."""
+    if node_gpus % width:
+        legal = ", ".join(str(n) for n in range(1, node_gpus + 1) if node_gpus % n == 0)
+        raise UserError(
+            f"rollout.tensor_parallel_size={width} does not divide the {node_gpus} GPUs of a node, and an engine does "
+            f"not span nodes: use one of {legal}"
+        )
 
 
 def training_sampling(config: Config, stop_token_ids: Sequence[int]) -> Sampling:

@@ -71,6 +71,16 @@ class Ranks:
     route: Route | None = None  # how weights reach all of them
     device: str | None = None
 
+    def sleep(self) -> None:
+        """Engines of ranks leave the devices that they share with them until the next push."""
+        if self.hosts:
+            self.group.call("sleep")
+
+    def wake(self, *parts: str) -> None:
+        """They take memory again: "weights" before a push, "kv_cache" after it."""
+        if self.hosts:
+            self.group.call("wake", parts=parts)
+
     def infer(
         self, batch: TensorDict, role: str, outputs: Sequence[str], *, replay: str | None = None, record: bool = False
     ) -> dict[str, Tensor]:
@@ -308,16 +318,34 @@ def _normalizer(rows: TensorDict, mode: str, horizon: float) -> Normalizer:
 
 
 def connect_rollout(
-    ranks: Ranks, arch: Architecture, transport: str = "auto", engines: Sequence[PushEngine] = ()
+    ranks: Ranks,
+    arch: Architecture,
+    transport: str = "auto",
+    engines: Sequence[PushEngine] = (),
+    *,
+    check_every: int = 1,
+    directory: str = "",
 ) -> Ranks:
     """Ranks that know how weights reach their own engines and `engines`, which live elsewhere; each plans its part.
 
-    To be called again whenever an engine has come, gone or failed a push.
+    To be called again whenever an engine has come, gone or failed a push. `directory`: where files may travel through.
     """
     stood = ranks.group.call("standpoint")
     targets = [target for _, target in stood if target is not None] + [engine.target() for engine in engines]
     backend = "nccl" if capabilities().cuda else "gloo"  # nccl: untested on GPU
-    route = choose_route([place for place, _ in stood], targets, hf_shapes(arch), transport, backend)
+    route = choose_route(
+        [place for place, _ in stood],
+        targets,
+        hf_shapes(arch),
+        transport,
+        backend,
+        check_every=check_every,
+        directory=directory,
+    )
+    if route.transport == "cuda_ipc":  # untested on GPU
+        slots = [one for of_rank in ranks.group.call("export_slots", nbytes=route.slots_bytes) for one in of_rank]
+        slots += [one for engine in engines for one in engine.export_slots(route.slots_bytes)]
+        route = replace(route, slots=tuple(slots))
     ranks.group.call("connect", route=route)
     route.hide()
     return replace(ranks, route=route, engines=tuple(engines))
@@ -327,6 +355,7 @@ def push_weights(ranks: Ranks, version: int) -> Metrics:
     """The actor's weights to every engine. Raises PushFailed, after which `connect_rollout` comes before a new push."""
     start, route = time.perf_counter(), ranks.route
     assert route is not None, "connect_rollout comes before a push"
+    ranks.wake("weights")
     updates = route.updates(receipt for of_rank in ranks.group.call("prepare_push") for receipt in of_rank)
     own, others = updates[: len(ranks.hosts)], updates[len(ranks.hosts) :]
     taking = [route.start(engine, update, version) for engine, update in zip(ranks.engines, others, strict=True)]
@@ -337,6 +366,7 @@ def push_weights(ranks: Ranks, version: int) -> Metrics:
     reasons = [error for error in errors if error is not None] + [reason for one in pushed for reason in one.reasons]
     if reasons:
         raise PushFailed(reasons, [engine for engine, error in enumerate(errors) if error is not None])
+    ranks.wake("kv_cache")
     return push_metrics(
         time.perf_counter() - start,
         sum(one.sent for one in pushed),

@@ -73,6 +73,11 @@ def start_engines(config: Config, world: int) -> list[EngineClient]:
     routed = tells_routing(config, Architecture.from_dir(config.model.path))
     first = 0 if config.trainer.mode == "colocate_async" else world
     starts = [first + index * width for index in range(config.rollout.engines or 1)]
+    if capabilities().cuda and starts[-1] + width > (gpus := torch.cuda.device_count()):  # untested on GPU
+        raise UserError(
+            f"trainer.mode={config.trainer.mode}: {len(starts)} engines of rollout.tensor_parallel_size={width} from "
+            f"GPU {first} on need {starts[-1] + width} GPUs, this node has {gpus}: lower rollout.engines or the width"
+        )
     return [
         RolloutEngine.start(
             engine_spec(
@@ -130,7 +135,7 @@ def build_rollouts(config: Config, run: Run, engines: Sequence[EngineClient]) ->
         feed=feed,
         buffer=ReplayBuffer(replay_policy(config), SAMPLERS.find(config.trainer.replay_sampler)),
         ledger=Ledger(Path(config.trainer.default_local_dir) / LEDGER_FILE),
-        connect=partial(connect, arch=run.arch, transport=config.rollout.weight_transport),
+        connect=partial(connect, arch=run.arch, config=config),
         dump=run.dump,
         lends=config.trainer.mode == "colocate_async",
     )
@@ -153,8 +158,16 @@ class FleetGroup:
         pass
 
 
-def connect(ranks: Ranks, engines: Sequence[EngineClient], *, arch: Architecture, transport: str) -> Ranks:
-    return connect_rollout(ranks, arch, transport, engines)
+def connect(ranks: Ranks, engines: Sequence[EngineClient], *, arch: Architecture, config: Config) -> Ranks:
+    """`connect_rollout` as the configuration wants it."""
+    return connect_rollout(
+        ranks,
+        arch,
+        config.rollout.weight_transport,
+        engines,
+        check_every=config.rollout.weight_check_every,
+        directory=str((Path(config.trainer.default_local_dir) / "weights").resolve()),
+    )
 
 
 def replay_policy(config: Config) -> ReplayPolicy:

@@ -74,6 +74,7 @@ def train_on(run: Run, groups: list[Group], step: int) -> Metrics:
     if config.algorithm.adv_estimator == "remax":
         with timer.stage("gen_max"):
             batch = union(batch, greedy_baselines(run, groups, step))
+    ranks.sleep()  # nothing is generated until the next push
     with timer.stage("old_log_prob"):
         old, metrics = stages.old_log_prob(ranks, config, batch)
         batch = union(batch, old)

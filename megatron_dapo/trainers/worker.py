@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from tensordict import TensorDict
 from torch import Tensor
@@ -34,6 +35,7 @@ from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.resharding.messages import TransferError
 from megatron_dapo.resharding.push import Pushed, Route, Sender, Standpoint, Target, Update, received_bytes
+from megatron_dapo.resharding.transport_ipc import ExportedSlots
 from megatron_dapo.rollout.engine import RolloutEngine
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.rollout.spec import EngineSpec
@@ -112,8 +114,11 @@ class Worker(SupervisedWorker):
         self._writes = AsyncCallsQueue()
         self._pushing = ExitStack()  # keeps the actor on the device from a push's first part to its last
         self.expert_load = rank_load(config, arch)
-        # its process loads while Megatron is being built
+        # on a CPU host its process loads while Megatron is being built
         self.rollout = start_rollout(config, topology, rank, routed_experts=tells_routing(config, arch))
+        if shares_gpus(config):  # untested on GPU
+            self.sleep()  # once it has loaded: Megatron is built in the memory that all engines have left
+            dist.barrier()
         self.engines = build_engines(config, arch, topology, total_steps)
         self.offloads = {role: Offload(engine, offload_of(config, role)) for role, engine in self.engines.items()}
 
@@ -165,6 +170,16 @@ class Worker(SupervisedWorker):
         generations = self.rollout.generate(requests) if self.rollout is not None and requests else []
         return generations if self.expert_load is None else self.expert_load.sampled(generations)
 
+    def sleep(self) -> None:
+        """This rank's engine leaves the device to the trainer until the next push, if they share one."""
+        if self.rollout is not None and self.rollout.spec.sleeps:  # untested on GPU
+            self.rollout.sleep()
+
+    def wake(self, *, parts: tuple[str, ...]) -> None:
+        """It takes memory again: "weights" before a push, "kv_cache" after it."""
+        if self.rollout is not None and self.rollout.spec.sleeps:  # untested on GPU
+            self.rollout.wake(*parts)
+
     def take_expert_load(self) -> Counts:
         """Where tokens went on this rank since the last call."""
         return Counts(None, None) if self.expert_load is None else self.expert_load.take()
@@ -175,6 +190,10 @@ class Worker(SupervisedWorker):
             return Standpoint.here(), None
         self.rollout.wait_ready(_START_SECONDS)
         return Standpoint.here(), self.rollout.target()
+
+    def export_slots(self, *, nbytes: int) -> list[ExportedSlots]:
+        """Memory of the GPUs of this rank's engine, for ranks to write weights to."""
+        return [] if self.rollout is None else self.rollout.export_slots(nbytes)  # untested on GPU
 
     def connect(self, *, route: Route) -> None:
         """Plans this rank's part of every push along `route`; an earlier route ends."""
@@ -317,12 +336,20 @@ def tells_routing(config: Config, arch: Architecture) -> bool:
 
 def start_rollout(config: Config, topology: Topology, rank: int, *, routed_experts: bool) -> RolloutEngine | None:
     """Starts this rank's vLLM process, if it hosts one; does not wait for it."""
-    hosts = rollout_hosts(config, topology, gpus=capabilities().cuda)
+    cuda = capabilities().cuda
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(topology.world)))
+    hosts = rollout_hosts(config, topology, node_gpus=local_world if cuda else 0)
     if rank not in hosts:
         return None
     local, width = int(os.environ.get("LOCAL_RANK", "0")), config.rollout.tensor_parallel_size
-    gpus = tuple(range(local, local + width)) if capabilities().cuda else None  # untested on GPU
-    return RolloutEngine.start(engine_spec(config, hosts.index(rank), gpus=gpus, routed_experts=routed_experts))
+    gpus = tuple(range(local, local + width)) if cuda else None  # untested on GPU
+    spec = engine_spec(config, hosts.index(rank), gpus=gpus, sleeps=shares_gpus(config), routed_experts=routed_experts)
+    return RolloutEngine.start(spec)
+
+
+def shares_gpus(config: Config) -> bool:
+    """Whether ranks host engines on their own GPUs, which one of the two then leaves to the other."""
+    return capabilities().cuda and config.trainer.mode == "sync"
 
 
 def engine_spec(config: Config, index: int, **place: Any) -> EngineSpec:

@@ -15,6 +15,7 @@ from benchmarks.conversion import Peak
 from checkpoint_tools import convert
 from checkpoint_tools.convert import hf_to_megatron, megatron_to_hf
 from checkpoint_tools.inspection import inspect_checkpoint
+from checkpoint_tools.unfinished import STATE
 from checkpoint_tools.verify import compare, compare_logits
 from megatron_dapo.cli.main import main
 from megatron_dapo.models.architecture import Architecture
@@ -118,7 +119,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_goes_on(tmp_path, monkeypa
     monkeypatch.setattr(convert, "_write_file", lambda path, *rest: (again.append(path.name), write(path, *rest)))
     megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", **target)
     assert again and not set(again) & set(files)
-    assert not (tmp_path / "hf" / convert._STATE).exists()
+    assert not (tmp_path / "hf" / STATE).exists()
     assert all(torch.equal(t, tensors(tmp_path / "hf")[key]) for key, t in tensors(saved("qwen2")).items())
 
 

@@ -1,77 +1,90 @@
-"""No recipe in the repository can fail to start for a reason of configuration: each composes, validates and fits its model."""
+"""No recipe can fail to start for a reason of configuration: each composes, validates, fits its model and is built."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config import ModelNumbers, check_model, configs_root, load_config
+from megatron_dapo.config import check_model, configs_root, load_config
 from megatron_dapo.config.compose import GROUPS, choices
+from megatron_dapo.models.architecture import Architecture
+from megatron_dapo.models.tables import megatron_slices
+from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.planner.networks import network
+from megatron_dapo.planner.parameters import rank_parameters
+from megatron_dapo.trainers.bringup import model_numbers, topology_of
 
-QWEN2_5_7B = ModelNumbers(layers=28, heads=28, kv_heads=4, ffn=18944, max_positions=131072)
-QWEN2_5_32B = ModelNumbers(layers=64, heads=40, kv_heads=8, ffn=27648, max_positions=131072)
-QWEN3_30B = ModelNumbers(layers=48, heads=32, kv_heads=4, experts=128, topk=8, expert_ffn=768, max_positions=32768)
-QWEN3_235B = ModelNumbers(layers=94, heads=64, kv_heads=4, experts=128, topk=8, expert_ffn=1536, max_positions=40960)
-DEEPSEEK_V3 = ModelNumbers(
-    layers=61, heads=128, kv_heads=128, ffn=18432, experts=256, topk=8, expert_ffn=2048, max_positions=163840
-)
-SMOLLM2 = ModelNumbers(layers=30, heads=9, kv_heads=3, ffn=1536, max_positions=8192)
-DEMO = ModelNumbers(layers=4, heads=4, kv_heads=2, experts=8, topk=2, expert_ffn=128, max_positions=256)
-MODELS = {
-    "demo": DEMO,
-    "smollm2_135m": SMOLLM2,
-    "dapo_qwen2_5_32b": QWEN2_5_32B,
-    "dapo_qwen2_5_32b_wo_ds": QWEN2_5_32B,
-    "dapo_qwen2_5_32b_early": QWEN2_5_32B,
-    "dapo_qwen2_5_7b_8gpu": QWEN2_5_7B,
-    "dapo_qwen3_30b_a3b": QWEN3_30B,
-    "dapo_qwen3_30b_a3b_8gpu": QWEN3_30B,
-    "dapo_qwen3_235b_a22b": QWEN3_235B,
-    "dapo_deepseek_v3": DEEPSEEK_V3,
-}
-SUPERVISED = {"demo_sft": DEMO}
+SUPERVISED = ("demo_sft",)
+TRAINING = tuple(name for name in choices("recipe") if name not in SUPERVISED)
+PUBLISHED = ("dapo_qwen2_5_32b", "dapo_qwen2_5_32b_wo_ds", "dapo_qwen2_5_32b_early")
 
 
-def test_every_recipe_is_tested():
-    assert set(choices("recipe")) == {*MODELS, *SUPERVISED}
+def architecture(recipe: str) -> Architecture:
+    return network("demo" if recipe in SUPERVISED else load_config([], recipe).model.path)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", TRAINING)
 def test_training_recipe(recipe: str):
     config = load_config([], recipe, command="train")
-    check_model(config, MODELS[recipe])
+    check_model(config, model_numbers(architecture(recipe)))
     parallel = config.parallel
     assert parallel.world_size is not None
     assert parallel.world_size % config.rollout.tensor_parallel_size == 0
 
 
-@pytest.mark.parametrize("recipe", [*MODELS, *SUPERVISED])
-def test_topology_of_the_recipe(recipe: str):
-    """Every rank has its place, and the stages hold all layers."""
-    from megatron_dapo.parallel.topology import Topology
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Topology, int], None]]:
+    """Be one rank of a world of any size whose other ranks do not exist, with all of Megatron's process groups."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    config, numbers = load_config([], recipe), {**MODELS, **SUPERVISED}[recipe]
-    parallel = config.parallel
-    topology = Topology(
-        parallel.world_size, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context,
-        parallel.expert, config.derived.expert_tensor, parallel.first_stage_layers, parallel.last_stage_layers,
-    )  # fmt: skip
-    sizes = ("layers", "heads", "kv_heads", "experts", "expert_ffn", "ffn")
-    assert topology.problems(**{name: getattr(numbers, name) for name in sizes}) == []
-    assert sum(len(stage.layers) for stage in topology.stages(numbers.layers)) == numbers.layers
-    places = {(c.tp, c.cp, c.dp, c.pp) for c in topology.coordinates()}
-    assert len(places) == parallel.world_size
-    assert len({(c.etp, c.ep, c.edp, c.pp) for c in topology.coordinates()}) == parallel.world_size
+    from megatron_dapo.parallel.groups import destroy, init_distributed
+
+    new_group = dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **options: new_group(ranks, backend="fake"))
+
+    def join(topology: Topology, rank: int) -> None:
+        destroy()
+        dist.init_process_group("fake", rank=rank, world_size=topology.world, store=FakeStore())
+        init_distributed(topology, seed=1)
+
+    yield join
+    destroy()
+
+
+@pytest.mark.parametrize("recipe", [*TRAINING, *SUPERVISED])
+def test_topology_of_the_recipe(recipe: str, join: Callable[[Topology, int], None], monkeypatch: pytest.MonkeyPatch):
+    """The first and the last rank are built, from tensors without memory, and hold what the slice table says."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from megatron_dapo.models.build import build_model
+    from megatron_dapo.models.megatron_config import transformer_config
+    from megatron_dapo.models.storage import check_cover, storages
+
+    monkeypatch.setattr(GPTModel, "to", lambda self, device: self)  # there is nothing to move
+    config, arch = load_config([], recipe), architecture(recipe)
+    topology = topology_of(config, config.parallel.world_size)
+    megatron = transformer_config(arch, config.model, config.parallel)
+    megatron.perform_initialization = False
+    for rank in {0, topology.world - 1}:
+        join(topology, rank)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            held = storages(build_model(arch, megatron, deferred_head=True))
+        check_cover(held, megatron_slices(arch, topology, rank))
+        stage = next(at.pp for at in topology.coordinates() if at.rank == rank)
+        assert sum(tensor.numel() for tensor in held.values()) == rank_parameters(arch, topology, stage).total
 
 
 @pytest.mark.parametrize("recipe", SUPERVISED)
 def test_supervised_recipe(recipe: str):
     config = load_config(["model.path=m", "sft.train_files=rows.parquet"], recipe, command="sft")
-    check_model(config, SUPERVISED[recipe])
+    check_model(config, model_numbers(architecture(recipe)))
 
 
 @pytest.mark.parametrize("layout", ["single", "dp2", "ep2", "tp2", "pp2"])
 def test_the_demo_runs_under_every_small_layout(layout: str):
-    check_model(load_config([f"parallel={layout}"], "demo", command="train"), DEMO)
+    check_model(load_config([f"parallel={layout}"], "demo", command="train"), model_numbers(network("demo")))
 
 
 @pytest.mark.parametrize("algorithm", choices("algorithm"))
@@ -82,7 +95,7 @@ def test_algorithms(algorithm: str):
 
 def test_published_runs_have_the_published_constants():
     """Reference: the three launch scripts of the DAPO recipe (32B on 16 x 8 GPUs)."""
-    full, without, early = (load_config([], name) for name in list(MODELS)[2:5])
+    full, without, early = (load_config([], name) for name in PUBLISHED)
     for config in (full, without, early):
         actor, data, optim, val = config.actor, config.data, config.actor.optim, config.rollout.val_kwargs
         assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 10.0)
@@ -95,6 +108,7 @@ def test_published_runs_have_the_published_constants():
         assert (val.temperature, val.top_p, val.do_sample) == (1.0, 0.7, True)
         assert (actor.entropy_coeff, actor.use_kl_loss, config.algorithm.use_kl_in_reward) == (0.0, False, False)
         assert (config.trainer.test_freq, config.trainer.save_freq, config.trainer.total_epochs) == (5, 5, 1)
+        assert {"console", "wandb"} <= set(config.trainer.logger)
         assert (config.parallel.world_size, config.rollout.tensor_parallel_size) == (128, 8)
     rules = full.algorithm.filter_groups
     assert (rules.enable, rules.metric, rules.max_num_gen_batches, full.data.gen_batch_size) == (True, "acc", 10, 1536)

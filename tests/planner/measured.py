@@ -1,22 +1,34 @@
-"""A real update of the demo model on this host, its tensors counted by kind: `python -m tests.planner.measured full 2048`."""
+"""A real update of the demo model on this host, its tensors counted by kind: `python -m tests.planner.measured full 2048 {}`."""
 
 import json
+import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
+
+from megatron_dapo.resharding.transport_peers import free_port
 
 ROOT = Path(__file__).parents[2]
 
 
-def measure(recompute: str, tokens: int) -> dict[str, int]:
-    """Bytes by kind, from a process of its own."""
-    command = [sys.executable, "-m", "tests.planner.measured", recompute, str(tokens)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def measure(recompute: str, tokens: int, **layout: int) -> list[dict[str, int]]:
+    """Bytes by kind on every rank, from processes of their own. `layout`: sizes of `parallel`, whose product they are."""
+    command = [sys.executable, "-m", "tests.planner.measured", recompute, str(tokens), json.dumps(layout)]
+    world = prod(layout.values())
+    place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if world > 1 else {}
+    ranks = [
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | place | {"RANK": str(rank)}
+        )
+        for rank in range(world)
+    ]
+    told = [rank.communicate()[0] for rank in ranks]
+    assert not any(rank.returncode for rank in ranks)
+    return [json.loads(text.splitlines()[-1]) for text in told]
 
 
-def main(recompute: str, tokens: int) -> dict[str, int]:
+def main(recompute: str, tokens: int, layout: dict[str, int]) -> dict[str, int]:
     from megatron_dapo.parallel import host_cuda
 
     host_cuda.install()
@@ -33,9 +45,10 @@ def main(recompute: str, tokens: int) -> dict[str, int]:
     from megatron_dapo.parallel.topology import Topology
     from megatron_dapo.planner.networks import network
 
-    init_distributed(Topology(), seed=1)
-    arch = network("demo")
-    config = transformer_config(arch, ModelConfig(dtype="float32", recompute=recompute), ParallelConfig())
+    world = prod(layout.values())
+    init_distributed(Topology(world=world, **layout), seed=1)
+    arch, parallel = network("demo"), ParallelConfig(world_size=world, **layout)
+    config = transformer_config(arch, ModelConfig(dtype="float32", recompute=recompute), parallel)
     chunk = build_model(arch, config)[0]
     with torch.no_grad():
         for parameter in chunk.parameters():
@@ -92,4 +105,4 @@ def tensors(state):
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))))

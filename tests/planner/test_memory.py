@@ -62,19 +62,23 @@ def test_keys_and_values():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_measured_on_this_host(recompute: str):
+@pytest.mark.parametrize(
+    ("recompute", "layout"), [("none", {}), ("full", {}), ("none", {"tensor": 2}), ("none", {"expert": 2})], ids=str
+)
+def test_measured_on_this_host(recompute: str, layout: dict[str, int]):
     """Bytes of parameters, gradient buffers, optimizer state and saved activations of a real update: within 5 %."""
     from tests.planner.measured import measure
 
     tokens = 2048
-    measured = measure(recompute, tokens)
+    ranks = measure(recompute, tokens, **layout)
+    measured = {kind: sum(rank[kind] for rank in ranks) / len(ranks) for kind in ranks[0]}  # experts' loads differ
+    topology = Topology(world=len(ranks), **layout)
     config = load_config([f"model.recompute={recompute}", "model.dtype=float32", "model.path=demo"])
-    role = role_memory(rank_parameters(DEMO, Topology(), 0), Topology(), "float32")
+    role = role_memory(rank_parameters(DEMO, topology, 0), topology, "float32")
     assert measured["parameters"] == pytest.approx(role.parameters, rel=0.05)
     assert measured["gradients"] == pytest.approx(role.gradients, rel=0.05)
     assert measured["optimizer"] == pytest.approx(role.optimizer, rel=0.05)
-    pack = Pack.of(tokens, Topology(), False, 4, fused=False)
-    kept, _ = stage_activations(config, DEMO, Topology(), 0, pack, 1, Assumptions())
+    pack = Pack.of(tokens, topology, topology.tensor > 1, 4, fused=False)
+    kept, _ = stage_activations(config, DEMO, topology, 0, pack, 1, Assumptions(imbalance=1.0))
     kept += 2 * pack.input_bytes(DEMO)  # the final norm, which the plan counts with the head
     assert measured["activations"] == pytest.approx(kept, rel=0.05), f"{measured['activations'] / kept:.3f} x the model"

@@ -1,10 +1,12 @@
 """Closed-form parameter counts against the slice table (every rank, exactly) and the published model sizes."""
 
+from math import prod
+
 import pytest
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.models.architecture import Architecture
-from megatron_dapo.models.tables import megatron_slices
+from megatron_dapo.models.tables import hf_shapes, megatron_slices
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.planner.networks import NETWORKS, bundled_name, network
 from megatron_dapo.planner.parameters import Parameters, engine_parameters, rank_parameters, total_parameters
@@ -97,6 +99,11 @@ def test_engine_ranks_hold_what_vllm_stores(family: str, tensor: int):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes(name: str):
     assert total_parameters(network(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("arch", [*map(network, NETWORKS), *map(Architecture.from_hf, TINY.values())], ids=str)
+def test_all_parameters_are_those_of_the_checkpoint(arch: Architecture):
+    assert total_parameters(arch) == sum(prod(shape) for shape in hf_shapes(arch).values())
 
 
 def test_names_of_directories(tmp_path):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,20 +13,27 @@ from megatron_dapo.errors import UserError
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.slices import Layout
 from megatron_dapo.models.tables import hf_shapes
+from megatron_dapo.resharding.checksum import checksum
 from megatron_dapo.resharding.layouts import segment
 from megatron_dapo.resharding.memory import host_identity
 from megatron_dapo.resharding.messages import TransferError
 from megatron_dapo.resharding.plan import PlanError
 from megatron_dapo.resharding.push import Route, Sender, Standpoint, Target, Update, choose_route, received_bytes
 from megatron_dapo.resharding.rollout_layout import rollout_layouts
-from megatron_dapo.resharding.transport_peers import PeerReceiver
+from megatron_dapo.resharding.transport_files import FileReceiver
+from megatron_dapo.resharding.transport_peers import Meeting, PeerReceiver
 from megatron_dapo.resharding.transport_ring import RingReceiver
 from megatron_dapo.resharding.transport_shm import SharedMemoryReceiver
 from tests.resharding.test_transports import ARCH, CONFIG, DTYPES, SMALL, SOURCES, WORKERS, compare, weights
 from tests.tiny_vllm import hold
 
 SHAPES = hf_shapes(ARCH)
-RECEIVERS: Mapping[str, Any] = {"shared_memory": SharedMemoryReceiver, "ring": RingReceiver, "peers": PeerReceiver}
+RECEIVERS: Mapping[str, Any] = {
+    "shared_memory": SharedMemoryReceiver,
+    "ring": RingReceiver,
+    "peers": PeerReceiver,
+    "files": FileReceiver,
+}
 
 
 class Engine:
@@ -70,12 +78,17 @@ def push(pool: ThreadPoolExecutor, ranks: list[Sender], route: Route, engines: l
 
 
 @pytest.mark.parametrize("transport", RECEIVERS)
-def test_every_engine_gets_what_it_stores_and_nothing_else(transport: str) -> None:
+def test_every_engine_gets_what_it_stores_and_nothing_else(transport: str, tmp_path: Path) -> None:
     held: dict[int, dict[str, Tensor]] = {}
     with ThreadPoolExecutor(24) as pool:
         engines = [Engine(pool), Engine(pool)]
         route = choose_route(
-            [Standpoint.here()] * 8, [e.target() for e in engines], SHAPES, transport, bucket_bytes=SMALL
+            [Standpoint.here()] * 8,
+            [e.target() for e in engines],
+            SHAPES,
+            transport,
+            bucket_bytes=SMALL,
+            directory=str(tmp_path),
         )
         ranks = senders(route, held)
         for seed in (1, 2):
@@ -86,7 +99,9 @@ def test_every_engine_gets_what_it_stores_and_nothing_else(transport: str) -> No
                 compare(engines[destination // 2].storages[destination % 2], tensors, destination)
             received = sum(report["bytes_received"] for reports in outcomes[8:] for report in reports)
             assert route.stored == sum(2 * piece.numel for layout in WORKERS for piece in layout) * 2
-            overhead = 1.5 if transport == "peers" else 1.0  # tiny boxes: 8 bytes of checksum for every few of weight
+            overhead = (
+                1.5 if transport in ("peers", "files") else 1.0
+            )  # tiny boxes: 8 bytes of checksum for every few of weight
             assert route.stored <= received <= overhead * route.stored
         for rank in ranks:
             rank.close()
@@ -123,8 +138,56 @@ def test_the_transport_follows_from_the_hosts() -> None:
     assert choose_route([here, here], [near, far], SHAPES).transport == "peers"
     assert choose_route([here, away], [near], SHAPES).transport == "peers"
     assert choose_route([here], [near], SHAPES, "ring").transport == "ring"
-    with pytest.raises(UserError, match=r"weight_transport=shared_memory.*2 hosts.*auto or peers"):
+    assert choose_route([here, away], [far], SHAPES, "files", directory="/shared").place.startswith("/shared/")
+    mine = replace(near, colocated=True)
+    assert choose_route([here], [mine, mine], SHAPES, backend="nccl").transport == "cuda_ipc"
+    assert choose_route([here], [mine, near], SHAPES, backend="nccl").transport == "shared_memory"
+    with pytest.raises(UserError, match="cuda_ipc needs GPUs"):
+        choose_route([here], [mine], SHAPES, "cuda_ipc")
+    beside = replace(far, colocated=True)  # on the ranks' own GPUs, where NCCL has no second member
+    meetings = [choose_route([here, away], [engine], SHAPES, backend="nccl").place for engine in (far, beside)]
+    assert [place.backend for place in meetings if isinstance(place, Meeting)] == ["nccl", "gloo"]
+    with pytest.raises(UserError, match=r"weight_transport=shared_memory.*2 hosts.*auto, peers or files"):
         choose_route([here], [far], SHAPES, "shared_memory")
+
+
+@pytest.mark.parametrize("transport", RECEIVERS)
+def test_with_check_every_n_each_slice_is_checked_in_one_of_n_pushes(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(box: Tensor) -> int:
+        calls.append(1)
+        return checksum(box)
+
+    for module in ("transport_shm", "transport_ring", "messages"):
+        monkeypatch.setattr(f"megatron_dapo.resharding.{module}.checksum", counted)
+    tensors = weights(5)
+    held = {rank: hold(layout, tensors) for rank, layout in SOURCES.items()}
+    with ThreadPoolExecutor(24) as pool:
+        totals = []
+        for every in (1, 3):
+            calls.clear()
+            engine = Engine(pool)
+            route = choose_route(
+                [Standpoint.here()] * 8,
+                [engine.target()],
+                SHAPES,
+                transport,
+                check_every=every,
+                directory=str(tmp_path),
+            )
+            ranks = senders(route, held)
+            for _ in range(every):
+                before = len(calls)
+                push(pool, ranks, route, [engine])
+                assert len(calls) - before < 500 / every
+            totals.append(len(calls))
+            compare(engine.storages[0], tensors, 0)
+            for rank in ranks:
+                rank.close()
+        assert totals[0] == totals[1] > 50
 
 
 def engine_of(**changes: object) -> Target:
