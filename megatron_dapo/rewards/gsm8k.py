@@ -8,7 +8,8 @@ from megatron_dapo.rewards.numbers import parse_number
 from megatron_dapo.rewards.verdict import INVALID, Verdict, binary
 
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-_MARKED = re.compile(r"(?:####|^\s*A\s*:)[ \t]*([^\n]*)", re.MULTILINE)
+# no \s at a line's start: it crosses lines, and a response of empty lines would take quadratic time
+_MARKED = re.compile(r"(?:####|^[ \t]*A[ \t]*:)[ \t]*([^\n]*)", re.MULTILINE)
 
 
 def verify(solution: str, ground_truth: str, *, strict: bool = False) -> Verdict:
