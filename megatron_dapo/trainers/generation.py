@@ -98,11 +98,17 @@ def score_groups(
     reward: RewardManager, prompts: Sequence[Prompt], trajectories: Sequence[Sequence[Trajectory]]
 ) -> list[Group]:
     """Whole groups with their scores. A sample whose verifier failed (status "failed") leaves its group."""
+    scores = score_all(reward, prompts, trajectories)
+    return [_group(*row) for row in zip(prompts, trajectories, scores, strict=True)]
+
+
+def score_all(
+    reward: RewardManager, prompts: Sequence[Prompt], trajectories: Sequence[Sequence[Trajectory]]
+) -> list[list[Score]]:
+    """The score of every trajectory, by prompt; those whose verifier failed have the status "failed"."""
     flat = [(prompt, one) for prompt, many in zip(prompts, trajectories, strict=True) for one in many]
     scores = iter(reward.score([prompt for prompt, _ in flat], [one for _, one in flat]))
-    return [
-        _group(prompt, many, [next(scores) for _ in many]) for prompt, many in zip(prompts, trajectories, strict=True)
-    ]
+    return [[next(scores) for _ in many] for many in trajectories]
 
 
 def _group(prompt: Prompt, trajectories: Sequence[Trajectory], scores: Sequence[Score]) -> Group:

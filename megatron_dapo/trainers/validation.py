@@ -2,7 +2,7 @@
 
 from megatron_dapo.evaluation.summary import scored_metrics
 from megatron_dapo.metrics import Metrics
-from megatron_dapo.trainers.generation import score_groups
+from megatron_dapo.trainers.generation import score_all
 from megatron_dapo.trainers.run import Run
 
 CHUNK = 1024  # prompts in flight at once, so that a large set does not become one message
@@ -13,12 +13,12 @@ def validate(run: Run) -> Metrics:
     if run.validation is None:
         return {}
     n = run.config.rollout.val_kwargs.n
-    groups = []
+    rows = []
     with run.timer.stage("testing"):
         for start in range(0, len(run.validation), CHUNK):
             indices = range(start, min(start + CHUNK, len(run.validation)))
             prompts = [run.validation.draw(index, epoch=0) for index in indices]
             trajectories = run.generate(prompts, n, run.validation_sampling, step=-1)
-            groups += score_groups(run.reward, prompts, trajectories)
-    rows = [(group.prompt, score) for group in groups for score in group.scores]
+            scores = score_all(run.reward, prompts, trajectories)
+            rows += [(prompt, score) for prompt, many in zip(prompts, scores, strict=True) for score in many]
     return scored_metrics([prompt for prompt, _ in rows], [score for _, score in rows])
