@@ -14,11 +14,11 @@ DIGEST_BYTES = 16
 
 def identity(data_source: str, messages: Iterable[Mapping[str, Any]]) -> str:
     """The text that two prompts have in common exactly when they are the same problem."""
-    return _normal(_text(data_source, [(turn["role"], turn["content"]) for turn in messages]))
+    return _normal("\0".join([data_source, *(_turn(message["role"], message["content"]) for message in messages)]))
 
 
-def _text(data_source: str | None, turns: Iterable[tuple[str, str]]) -> str:
-    return "\0".join([str(data_source), *(f"{role}\0{content}" for role, content in turns)])
+def _turn(role: str, content: str) -> str:
+    return f"{role}\0{content}"
 
 
 def _normal(text: str) -> str:
@@ -75,16 +75,18 @@ class Deduplicator:
 
 
 def prompt_texts(data_sources: pa.Array, prompts: pa.Array) -> list[str]:
-    """Every row's source and turns as one text. Works on whole columns: a row costs ~1 µs."""
-    sources = data_sources.to_pylist()
+    """Every row's source and turns as one text. Works on whole columns: a row costs ~2 µs."""
+    sources = list(map(str, data_sources.to_pylist()))
     if pa.types.is_string(prompts.type) or pa.types.is_large_string(prompts.type):
-        return [_text(source, [("user", prompt)]) for source, prompt in zip(sources, prompts.to_pylist(), strict=True)]
-    turns = prompts.flatten()
-    said = list(zip(turns.field("role").to_pylist(), turns.field("content").to_pylist(), strict=True))
+        turns, counts = [_turn("user", prompt) for prompt in prompts.to_pylist()], [1] * len(prompts)
+    else:
+        flat = prompts.flatten()
+        turns = list(map(_turn, flat.field("role").to_pylist(), flat.field("content").to_pylist()))
+        counts = pc.list_value_length(prompts).to_pylist()
     texts, start = [], 0
-    for source, turn_count in zip(sources, pc.list_value_length(prompts).to_pylist(), strict=True):
-        texts.append(_text(source, said[start : start + turn_count]))
-        start += turn_count
+    for source, count in zip(sources, counts, strict=True):
+        texts.append("\0".join([source, *turns[start : start + count]]))
+        start += count
     return texts
 
 

@@ -52,7 +52,7 @@ def validation_metrics(
             for metric, value in _of_prompt(x, votes, asked[source], rng).items():
                 section = _section(metric, variable == core, asked[source])
                 found.setdefault(f"{section}/{source}/{variable}/{metric}", []).append(value)
-    means = {name: Mean(sum(values), len(values)) for name, values in found.items()}
+    means: Metrics = {name: Mean(sum(values), len(values)) for name, values in found.items()}
     return means | {f"val-aux/{source}/unscored": Sum(count) for source, count in unscored.items()}
 
 
