@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_dapo.rewards import math_robust, math_strict
+from megatron_dapo.rewards import gsm8k, math_robust, math_strict
 from megatron_dapo.rewards.custom import CustomFunction
 from megatron_dapo.rewards.pool import Pool
 from megatron_dapo.rewards.worker import Setup
@@ -20,9 +20,10 @@ from megatron_dapo.rewards.worker import Setup
 RESULTS = Path(__file__).parent / "results" / "rewards.json"
 REASONING = "Let x be the number of ways. We compute the answer step by step: $x^2 + 3x = 10$, hence \\frac{a}{b}. "
 ENDINGS = ("Answer: {}", "Answer: {}.", "**Answer:** {}", "Answer: ${}$", "Therefore \\boxed{{{}}}.", "Answer: {} cm")
+GSM8K_ENDINGS = ("#### {}", "#### ${}", "#### {}.0", "#### {} eggs", "Answer: {}", "She has {} left.")
 
 
-def responses(count: int, length: int) -> list[tuple[str, str]]:
+def responses(count: int, length: int, endings: Sequence[str] = ENDINGS) -> list[tuple[str, str]]:
     """(response, truth): `length` characters of reasoning and an answer in one of the usual forms; half are right."""
     rng = random.Random(0)
     body = (REASONING * (length // len(REASONING) + 1))[:length]
@@ -30,7 +31,7 @@ def responses(count: int, length: int) -> list[tuple[str, str]]:
     for _ in range(count):
         truth = rng.randrange(1000)
         said = truth if rng.random() < 0.5 else truth + 1
-        made.append((f"{body}\n{rng.choice(ENDINGS).format(said)}", str(truth)))
+        made.append((f"{body}\n{rng.choice(endings).format(said)}", str(truth)))
     return made
 
 
@@ -77,9 +78,13 @@ def slowest_hostile(pool: Pool) -> float:
 def main() -> None:
     """Measure, print, save."""
     figures: dict[str, float] = {}
-    for name, verify in (("robust", math_robust.verify), ("strict", math_strict.verify)):
+    for name, verify, endings in (
+        ("robust", math_robust.verify, ENDINGS),
+        ("strict", math_strict.verify, ENDINGS),
+        ("gsm8k", gsm8k.verify, GSM8K_ENDINGS),
+    ):
         for length in (0, 2_000, 20_000):
-            figures[f"{name}_{length}_chars_per_s"] = rate(verify, responses(2000, length))
+            figures[f"{name}_{length}_chars_per_s"] = rate(verify, responses(2000, length, endings))
     algebra = [("symbolic", (f"{n}\\sqrt{{2}}", f"\\sqrt{{{2 * n * n}}}")) for n in range(2, 202)]
     pool = Pool(2, Setup(10.0, cpu_budget_s=math_robust.SYMBOLIC_CPU_SECONDS))
     figures["symbolic_2_workers_per_s"] = pool_rate(pool, algebra)

@@ -98,7 +98,9 @@ def _data_arguments(parser: Parser) -> None:
         "options", nargs="*", metavar="key=value", help="tokenizer=DIR, max_prompt_length=N, the task's own"
     )
     parser.add_argument("--output", type=Path, default=Path("data"), help="directory to write to")
-    parser.add_argument("--from", dest="source", type=Path, help="a local copy to read instead of downloading")
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="a local copy of a published set, read instead of downloading"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
 
 

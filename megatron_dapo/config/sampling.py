@@ -159,9 +159,11 @@ class RewardModelConfig(Section):
     enable: bool = False
     """Add its score to the rule's."""
     path: str = ""
-    """Hugging Face sequence classifier."""
+    """Hugging Face sequence classifier, or the http:// address of a pooling server."""
     weight: Float = 1.0
     """Factor on its score."""
+    offload_param: bool = False
+    """Keep the classifier's parameters in host memory except while it scores."""
 
 
 class RewardConfig(Section):
@@ -171,6 +173,8 @@ class RewardConfig(Section):
     """Reward manager."""
     strict: bool = False
     """Only the published math_dapo rules, to reproduce published numbers."""
+    rule_weight: Float = 1.0
+    """Factor on the verifier's (or the own function's) score; `reward_model.weight` is the model's."""
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     custom_function: CustomFunctionConfig = CustomFunctionConfig()
     num_workers: Count = 2

@@ -63,6 +63,8 @@ RENAMED = {
     "reward.reward_manager.name": "reward.manager",
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.path",
+    "reward_model.model.fsdp_config.param_offload": "reward.reward_model.offload_param",
+    "reward_model.megatron.param_offload": "reward.reward_model.offload_param",
     "custom_reward_function.reward_kwargs.": "reward.custom_function.kwargs.",
     "custom_reward_function.": "reward.custom_function.",
     "reward.custom_reward_function.reward_kwargs.": "reward.custom_function.kwargs.",

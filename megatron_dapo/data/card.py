@@ -107,3 +107,16 @@ class DataCard:
         for record, file in zip(content["files"], self.files, strict=True):
             record |= {"duplicates": file.duplicates, "suggested_n": file.suggested_n}
         path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def removed_copies(file: Path) -> int:
+    """How often each problem of a prepared file came before copies were removed, by the newest card beside it; else 1.
+
+    A card is found by what it says it describes: one card may be about several files.
+    """
+    cards = sorted(file.parent.glob("*.card.json"), key=lambda card: card.stat().st_mtime, reverse=True)
+    for card in cards:
+        for record in json.loads(card.read_text())["files"]:
+            if Path(record["path"]).name == file.name:
+                return record["suggested_n"] or 1
+    return 1

@@ -42,14 +42,18 @@ def prepare(
     """Write the data set `name` under the directory `output`, with `<name>.card.json`, and return the card.
 
     `name` is a key of SOURCES or GENERATED, `reasoning-gym:<task>`, or the path of any file or directory in the
-    schema. `source` is a local copy to read instead of the hub. Options for every set: `tokenizer` (a Hugging Face
-    directory; lengths are then counted in tokens) and `max_prompt_length`; the generated sets take their own.
+    schema. `source` is a local copy of a published set, read instead of the hub. Options for every set: `tokenizer` (a
+    Hugging Face directory; lengths are then counted in tokens) and `max_prompt_length`; generated sets take their own.
     Raises DataError when something is missing, malformed, or already there and `overwrite` is false.
     """
     began = time.monotonic()
     wanted = {key: _literal(value) for key, value in (options or {}).items()}
     lengths = _Lengths(wanted.pop("tokenizer", None), int(wanted.pop("max_prompt_length", DEFAULT_LIMIT)))
-    label = Path(name).name if "/" in name and not name.startswith(REASONING_PREFIX) else name.replace(":", "-")
+    label = name.replace(":", "-")
+    if source is not None and name not in SOURCES:
+        raise DataError(
+            f"--from {source}: only {', '.join(SOURCES)} are read from a local copy, and {name} is none of them"
+        )
     if name in GENERATED:
         origin, plan = "generator", _write_generated(name, output, wanted, overwrite)
     elif name.startswith(REASONING_PREFIX):
@@ -60,7 +64,8 @@ def prepare(
         origin, plan = str(source or published.repository), _published(published, output, source)
     elif Path(name).exists():
         _no_options(name, wanted)
-        origin, plan = name, {output / f"{Path(name).stem}.parquet": _local(Path(name))}
+        label = Path(name).stem
+        origin, plan = name, {output / f"{label}.parquet": _local(Path(name))}
     else:
         raise DataError(
             f"no data set {name!r}: use {', '.join([*SOURCES, *GENERATED])}, {REASONING_PREFIX}<task>, or a file's path"

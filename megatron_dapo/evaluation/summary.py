@@ -26,41 +26,45 @@ class Judged:
 def summarize(judged: Sequence[Judged], *, seed: int) -> dict[str, Any]:
     """Counts and estimates per data source, and `metrics` under the names of in-training validation.
 
-    An answer whose verifier failed is counted in `unscored` and in nothing else.
+    An answer whose verifier failed is counted in `unscored` and in nothing else; names keep the n that was asked for.
     """
-    scored = [row for row in judged if row.score.status == "ok"]
     sources = list(dict.fromkeys(row.prompt.data_source for row in judged))
     return {
         "sources": {
             source: _of_source([r for r in judged if r.prompt.data_source == source], seed) for source in sources
         },
-        "metrics": compute(scored_metrics([row.prompt for row in scored], [row.score for row in scored])),
+        "metrics": compute(scored_metrics([row.prompt for row in judged], [row.score for row in judged])),
     }
 
 
 def scored_metrics(prompts: Sequence[Prompt], scores: Sequence[Score]) -> Metrics:
-    """`val-core/<source>/acc/mean@n` and companions, of an evaluation as of validation during training."""
+    """`val-core/<source>/acc/mean@n` and companions, of an evaluation as of validation during training.
+
+    One entry per sample that was drawn, those that could not be scored included.
+    """
     return validation_metrics(
         [prompt.data_source for prompt in prompts],
         [prompt.uid for prompt in prompts],
         {"acc": [score.acc for score in scores], "reward": [score.raw for score in scores]},
         [score.extra.get("pred") for score in scores],
+        scored=[score.status == "ok" for score in scores],
     )
 
 
 def _of_source(judged: Sequence[Judged], seed: int) -> dict[str, Any]:
     problems: dict[int, list[Score]] = {}
     for row in judged:
-        if row.score.status == "ok":
-            problems.setdefault(row.answer.problem, []).append(row.score)
-    samples = [Samples(tuple(s.acc for s in scores), tuple(_said(s) for s in scores)) for scores in problems.values()]
+        problems.setdefault(row.answer.problem, []).append(row.score)
+    asked = min(map(len, problems.values()))
+    scored = [[score for score in scores if score.status == "ok"] for scores in problems.values()]
+    samples = [Samples(tuple(s.acc for s in some), tuple(_said(s) for s in some)) for some in scored if some]
     return {
-        "problems": len({row.answer.problem for row in judged}),
+        "problems": len(problems),
         "samples": len(judged),
         "unscored": sum(row.score.status != "ok" for row in judged),
         "truncated": sum(row.answer.finish_reason == "length" for row in judged),
         "mean_tokens": sum(row.answer.tokens for row in judged) / len(judged),
-        "estimates": {name: asdict(estimate) for name, estimate in estimates(samples, seed=seed).items()},
+        "estimates": {name: asdict(estimate) for name, estimate in estimates(samples, asked, seed=seed).items()},
     }
 
 

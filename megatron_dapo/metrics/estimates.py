@@ -15,7 +15,7 @@ COVERAGE = 0.95
 
 @dataclass(frozen=True)
 class Samples:
-    """One problem's answers: whether each is right (0…1), and what it said where a verifier could read that."""
+    """One problem's judged answers: whether each is right (0…1), and what it said where a verifier could read that."""
 
     right: tuple[float, ...]
     said: tuple[str | None, ...]
@@ -30,8 +30,11 @@ class Estimate:
     high: float
 
 
-def estimates(problems: Sequence[Samples], *, seed: int = SEED) -> dict[str, Estimate]:
-    """`avg@n`, `pass@k` and `maj@k` for k = 1, 2, 4, … and n, where n is the fewest samples that a problem has.
+def estimates(problems: Sequence[Samples], n: int, *, seed: int = SEED) -> dict[str, Estimate]:
+    """`avg@n`, `pass@k` and `maj@k` for k = 1, 2, 4, … and n, the samples that every problem was to have.
+
+    A problem with fewer than k, as some could not be judged, answers pass@k and maj@k with those it has: that is a
+    little low at most, where leaving the problem out would change what the number is about.
 
     The interval is the percentile bootstrap over problems: what another set of problems of this kind, answered afresh,
     would give. Problems without samples must be left out. The generator is its own, so results repeat. No problems, no
@@ -40,7 +43,6 @@ def estimates(problems: Sequence[Samples], *, seed: int = SEED) -> dict[str, Est
     if not problems:
         return {}
     rng = np.random.default_rng(seed)
-    n = min(len(problem.right) for problem in problems)
     columns = [_of_problem(problem, n, rng) for problem in problems]
     values = np.array([list(column.values()) for column in columns])
     low, high = bootstrap_interval(values, rng)
@@ -98,9 +100,9 @@ def _of_problem(problem: Samples, n: int, rng: np.random.Generator) -> Mapping[s
     total = len(problem.right)
     ks = [*(2**i for i in range(n.bit_length()) if 2**i < n), n]
     columns = {f"avg@{n}": float(np.mean(problem.right))}
-    columns |= {f"pass@{k}": pass_at(total, right, k) for k in ks}
+    columns |= {f"pass@{k}": pass_at(total, right, min(k, total)) for k in ks}
     if n > 1:
-        columns |= {f"maj@{k}": majority_at(problem, k, rng) for k in ks if k > 1}
+        columns |= {f"maj@{k}": majority_at(problem, min(k, total), rng) for k in ks if k > 1}
     return columns
 
 

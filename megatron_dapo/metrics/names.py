@@ -239,6 +239,7 @@ VALIDATION = Family(
         Name("val-{core,aux}/<source>/<variable>/best@<n>/{mean,std}", "value", "up", "Best of n samples (exact)."),
         Name("val-{core,aux}/<source>/<variable>/worst@<n>/{mean,std}", "value", "up", "Worst of n samples (exact)."),
         Name("val-{core,aux}/<source>/<variable>/maj@<n>/{mean,std}", "value", "up", "Majority answer of n samples."),
+        Name("val-aux/<source>/unscored", "count", "near 0", "Samples whose verifier failed: in no other number here."),
         Name("val-aux/response_length/{mean,max,min,clip_ratio}", "tokens", "", "Lengths of validation responses."),
     ),
 )

@@ -151,7 +151,7 @@ class RewardManager:
             return self._failed(model_score)
         raw = float(result["score"])
         extra = {key: value for key, value in result.items() if key != "acc"}
-        reward = raw
+        reward = self.config.rule_weight * raw
         if self._model is not None:
             reward += self.config.reward_model.weight * model_score
             extra["reward_model"] = model_score

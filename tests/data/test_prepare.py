@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from megatron_dapo.data.card import Lengths
+from megatron_dapo.data.card import Lengths, removed_copies
 from megatron_dapo.data.dataset import PromptDataset, PromptOptions
+from megatron_dapo.data.dedup import Deduplicator, identity, prompt_texts
 from megatron_dapo.data.errors import DataError
 from megatron_dapo.data.prepare import prepare
 from megatron_dapo.data.schema import PROMPT_SCHEMA, prompt_row, write_rows
@@ -53,6 +54,27 @@ def test_spacing_does_not_make_a_new_problem_but_words_do(tmp_path):
         PROMPT_SCHEMA,
     )
     assert prepare(str(tmp_path / "raw.parquet"), tmp_path / "out").files[0].copies == {1: 2, 3: 1}
+
+
+def test_copies_are_found_whatever_stands_beside_them(tmp_path):
+    """A batch of single user turns, one with a system turn, another source: copies are copies in any of them."""
+    user, system = {"role": "user", "content": "a b"}, {"role": "system", "content": "Think."}
+
+    def row(index, source="s", turns=(user,)):
+        return prompt_row(source, "", "1", index=index, split="t") | {"prompt": list(turns)}
+
+    plain, mixed = [row(0), row(1)], [row(2), row(3, turns=(system, user)), row(4, "other")]
+    batches = [pa.RecordBatch.from_pylist(some, PROMPT_SCHEMA) for some in (plain, mixed)]
+    dedup = Deduplicator()
+    assert [dedup.keep(batch).num_rows for batch in batches] == [1, 2]
+    assert dedup.copies == {1: 2, 3: 1}
+    kept = {identity(r["data_source"], r["prompt"]) for r in plain + mixed}
+    assert len(kept) == 3 and identity("s", [{"role": "user", "content": " a  b\n"}]) in kept
+
+
+def test_a_prompt_that_is_text_is_its_users_only_turn():
+    texts = prompt_texts(pa.array(["s", "s"]), pa.array(["a", "b"]))
+    assert texts[0] == identity("s", [{"role": "user", "content": "a"}])
 
 
 def test_conflicting_answers_are_counted_once_per_problem(tmp_path):
@@ -172,6 +194,24 @@ def test_wrong_reasoning_gym_words(tmp_path, options):
     task = "basic_arithmetic" if options else "no_such_task"
     with pytest.raises(DataError, match=f"reasoning-gym:{task}"):
         prepare(f"reasoning-gym:{task}", tmp_path / "out", options=options)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "number-comparison", "reasoning-gym:basic_arithmetic", "own"])
+def test_a_local_copy_of_what_is_not_published_is_refused(tmp_path, name):
+    copies(tmp_path / "raw.parquet")
+    name = str(tmp_path / "raw.parquet") if name == "own" else name
+    with pytest.raises(DataError, match=r"--from .*raw.parquet: only dapo-math-17k, .* and .* is none of them"):
+        prepare(name, tmp_path / "out", tmp_path / "raw.parquet")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_newest_card_that_names_a_file_tells_its_copies(tmp_path):
+    for times in (3, 4):
+        copies(tmp_path / "raw.parquet", times=times)
+        prepare(str(tmp_path / "raw.parquet"), tmp_path / "out", overwrite=True)
+    (tmp_path / "out/other.card.json").write_text('{"files": [{"path": "other.parquet", "suggested_n": 9}]}')
+    assert removed_copies(tmp_path / "out/raw.parquet") == 4
+    assert removed_copies(tmp_path / "out/absent.parquet") == removed_copies(tmp_path / "raw.parquet") == 1
 
 
 def test_a_local_copy_with_wrong_columns_says_so(tmp_path):

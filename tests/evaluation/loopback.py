@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 class Loopback(ThreadingHTTPServer):
     """`misbehave` is consumed one word per request: an HTTP status, or "drop" to close the connection unanswered.
 
-    The answer to every prompt is its last token, as text.
+    The answer to every prompt is its last token, as text, unless `answer` says otherwise.
     """
 
     daemon_threads = True
@@ -21,6 +21,7 @@ class Loopback(ThreadingHTTPServer):
         self.misbehave: list[Any] = []
         self.always: int | None = None
         self.bodies: list[dict[str, Any]] = []
+        self.answer: Callable[[dict[str, Any]], dict[str, Any]] = _answer
         self.models: list[dict[str, Any]] = [{"id": "m", "owned_by": "vllm", "max_model_len": 64}]
         self.lock = threading.Lock()
         self.in_flight = self.most_in_flight = 0
@@ -54,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._reply(word, {"error": "as told"}, {"Retry-After": "0"})
             else:
                 threading.Event().wait(0.02)
-                self._reply(200, _answer(body))
+                self._reply(200, server.answer(body))
         finally:
             with server.lock:
                 server.in_flight -= 1

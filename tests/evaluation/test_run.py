@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_dapo.cli.main import main
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.evaluation import EvalConfig, load_eval_config
 from megatron_dapo.data.arithmetic import Arithmetic, write_arithmetic
@@ -79,6 +80,16 @@ def test_the_published_aime_file_is_thirty_problems_of_32_samples(server: Loopba
     (found,) = summary["sources"].values()
     assert (found["problems"], found["samples"]) == (30, 60)
     assert found["estimates"]["pass@2"]["value"] == 0.0  # nobody solves AIME by repeating the question
+
+
+def test_copies_of_an_own_file_become_samples_through_the_commands(server: Loopback, problems: Path, tmp_path: Path):
+    rows = pq.read_table(problems).to_pylist()[:4] * 3
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "own.v1.parquet")
+    assert main(["data", "prepare", str(tmp_path / "own.v1.parquet"), "--output", str(tmp_path / "data")]) == 0
+    words = [f"data={tmp_path}/data/own.v1.parquet", "server.api=chat", "reward.num_workers=1"]
+    assert main(["eval", *words, "--server", server.url, "--output", str(tmp_path / "out")]) == 0
+    (found,) = json.loads((tmp_path / "out/summary.json").read_text())["sources"].values()
+    assert (found["problems"], found["samples"]) == (4, 12) and "avg@3" in found["estimates"]
 
 
 def test_a_source_that_nobody_can_judge_is_an_error_before_anything_is_asked(

@@ -50,14 +50,23 @@ def test_ties_share_and_silence_is_wrong():
 
 def test_names_and_values_of_a_small_set():
     problems = [Samples((1, 0, 0, 1), ("5", "6", "6", "5")), Samples((0,) * 4, ("1", "2", "3", "4"))]
-    got = estimates(problems)
+    got = estimates(problems, 4)
     assert list(got) == ["avg@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"]
     assert got["avg@4"].value == got["pass@1"].value == 0.25
     assert got["pass@2"].value == pytest.approx((1 - 1 / 6) / 2) and got["pass@4"].value == 0.5
     assert got["maj@4"].value == 0.25  # a tie of right and wrong, and nothing
     assert all(e.low <= e.value <= e.high for e in got.values())
-    assert estimates(problems) == got and estimates([]) == {}
-    assert list(estimates([Samples((1,), ("5",))])) == ["avg@1", "pass@1"]
+    assert estimates(problems, 4) == got and estimates([], 4) == {}
+    assert list(estimates([Samples((1,), ("5",))], 1)) == ["avg@1", "pass@1"]
+
+
+def test_a_sample_that_could_not_be_judged_renames_nothing():
+    whole, short = Samples((1, 0, 0, 1), ("5", "6", "6", "5")), Samples((1, 0, 0), ("1", "2", "3"))
+    got = estimates([whole, short], 4)
+    assert list(got) == ["avg@4", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"]
+    assert got["avg@4"].value == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert got["pass@4"].value == 1.0 and got["pass@2"].value == pytest.approx((5 / 6 + 2 / 3) / 2)
+    assert got["maj@4"].value == pytest.approx((1 / 2 + 1 / 3) / 2)
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
@@ -73,5 +82,5 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
 def test_global_generators_are_left_alone():
     np.random.seed(3)
     before = np.random.get_state()[1].copy()
-    estimates([PROBLEM] * 3)
+    estimates([PROBLEM] * 3, 6)
     assert (np.random.get_state()[1] == before).all()

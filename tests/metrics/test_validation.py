@@ -59,6 +59,28 @@ def test_only_the_largest_n_is_core_and_20_is_not_taken_for_2():
     assert {f"val-aux/s/reward/best@{k}/mean" for k in (2, 4, 8, 16)} <= set(names)
 
 
+def test_a_sample_that_could_not_be_scored_renames_nothing_and_is_counted():
+    """Two prompts of four samples: one keeps three, the other none; and a source of one sample loses one of its two."""
+    got = compute(
+        validation_metrics(
+            sources=["s"] * 8 + ["t"] * 2,
+            prompts=list("ppppqqqqpq"),
+            variables={"acc": [1, 1, 0, 0, 0, 0, 0, 0, 1, 0]},
+            predictions=["a"] * 10,
+            scored=[True, True, True, False] + [False] * 4 + [True, False],
+        )
+    )
+    assert got["val-core/s/acc/mean@4"] == pytest.approx(2 / 3)
+    assert got["val-core/s/acc/best@4/mean"] == pytest.approx(1 - (1 / 3) ** 4)
+    assert (got["val-aux/s/unscored"], got["val-aux/t/unscored"]) == (5, 1)
+    assert got["val-core/t/acc/mean@1"] == 1.0
+    assert not any("@3" in name for name in got)
+
+
+def test_a_source_of_which_nothing_could_be_scored_has_only_the_count():
+    assert compute(validation_metrics(["s"], ["p"], {"acc": [0]}, scored=[False])) == {"val-aux/s/unscored": 1}
+
+
 def test_its_own_generator_leaves_the_global_one_alone_and_repeats():
     args = (["s"] * 8, ["p"] * 8, {"acc": [0, 1] * 4}, list("abcdabcd"))
     np.random.seed(3)

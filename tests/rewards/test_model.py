@@ -64,6 +64,35 @@ def test_it_is_mixed_into_the_reward_by_its_weight(classifier):
     assert score.reward == pytest.approx(1.0 + 0.5 * added)
 
 
+def test_the_rule_has_a_weight_of_its_own(classifier):
+    settings = {"rule_weight": 0.25, "reward_model": {"enable": True, "path": str(classifier), "weight": 2.0}}
+    model = Classifier(str(classifier))
+    with RewardManager(RewardConfig.model_validate(settings), model.tokenizer, 64) as manager:
+        score = one(manager, model.tokenizer, "Answer: 5")
+    assert (score.raw, score.acc) == (1.0, 1.0)
+    assert score.reward == pytest.approx(0.25 + 2.0 * model.score([CONVERSATION], ["Answer: 5"])[0])
+    with RewardManager(RewardConfig(rule_weight=0.5), model.tokenizer, 64) as manager:
+        assert one(manager, model.tokenizer, "Answer: 4").reward == -0.5
+
+
+def test_an_offloaded_classifier_is_on_its_device_only_while_it_scores(classifier, monkeypatch):
+    """Where the parameters are sent, without a GPU: there and back, also after an error."""
+    model = Classifier(str(classifier), offload=True)
+    monkeypatch.setattr(model, "device", "cuda")
+    places = []
+    monkeypatch.setattr(model.model, "to", places.append)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), model._present():
+            1 / 0  # noqa: B018
+    assert places == ["cuda", "cpu"] * 2
+
+
+def test_a_server_cannot_be_offloaded():
+    settings = {"reward_model": {"enable": True, "path": "http://127.0.0.1:1", "offload_param": True}}
+    with pytest.raises(RewardError, match="offload_param"):
+        RewardManager(RewardConfig.model_validate(settings), None, 64)
+
+
 def test_a_directory_that_is_no_classifier_is_refused(tmp_path):
     with pytest.raises(RewardError, match="is no sequence classifier"):
         Classifier(str(tmp_path))
