@@ -97,11 +97,15 @@ def train_on(run: Run, groups: list[Group], step: int) -> Metrics:
 
 
 def greedy_baselines(run: Run, groups: list[Group], step: int) -> TensorDict:
-    """`reward_baselines [b]`: the reward of one greedy response to each row's prompt (ReMax)."""
+    """`reward_baselines [b]`: the reward of one greedy response to each row's prompt (ReMax).
+
+    Where a verifier failed on it, the mean of the group.
+    """
     prompts = [group.prompt for group in groups]
     trajectories = run.generate(prompts, 1, replace(run.sampling, temperature=0.0), step=step)
     greedy = map(scored_part, score_groups(run.reward, prompts, trajectories))
-    rewards = [one.scores[0].reward if one.scores else 0.0 for one in greedy]
+    known = [one.scores or group.scores for one, group in zip(greedy, groups, strict=True)]
+    rewards = [sum(score.reward for score in scores) / len(scores) for scores in known]
     rows = [reward for reward, group in zip(rewards, groups, strict=True) for _ in group.trajectories]
     return TensorDict({"reward_baselines": torch.tensor(rows)}, batch_size=[len(rows)])
 
