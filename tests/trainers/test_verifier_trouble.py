@@ -10,7 +10,7 @@ import torch
 from megatron_dapo.cli.demo import Demo, write_inputs
 from megatron_dapo.config import load_config
 from megatron_dapo.engine.engine import StepResult
-from megatron_dapo.metrics import compute
+from megatron_dapo.metrics import Metrics, compute
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.rollout.requests import Generation, GenerationRequest
 from megatron_dapo.runtime.failure import StopRequest
@@ -52,6 +52,15 @@ class Rank:
 
     def hosts_engine(self) -> bool:
         return True
+
+    def device_name(self) -> None:
+        return None
+
+    def memory(self) -> Metrics:
+        return {}
+
+    def sleep(self) -> None:
+        pass
 
     def generate(self, requests: list[GenerationRequest]) -> list[Generation]:
         answers = []
