@@ -47,6 +47,11 @@ def sequence_multiple(context_parallel: int) -> int:
     return 2 * context_parallel if context_parallel > 1 else 1
 
 
+def pack_multiple(context_parallel: int, tensor_parallel: int) -> int:
+    """Every micro-batch is padded to this many tokens: each rank's share is cut over the tensor-parallel ranks."""
+    return lcm(sequence_multiple(context_parallel), tensor_parallel * context_parallel)
+
+
 def _packed_length(lengths: Int[Tensor, "b"], multiple: int) -> Int[Tensor, "b"]:
     return (lengths + multiple - 1) // multiple * multiple
 
@@ -65,8 +70,7 @@ def pack_rows(
     width = max(int(response_length.max()), 1)
     lengths = prompt_length + response_length
     room = _packed_length(lengths, sequence_multiple(context_parallel))
-    total_multiple = lcm(sequence_multiple(context_parallel), tensor_parallel * context_parallel)
-    room[-1] += -int(room.sum()) % total_multiple
+    room[-1] += -int(room.sum()) % pack_multiple(context_parallel, tensor_parallel)
     cu_seqlens = torch.cat([room.new_zeros(1), room.cumsum(0)])
     starts, total = cu_seqlens[:-1], int(cu_seqlens[-1])
 

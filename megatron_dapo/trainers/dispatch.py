@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_dapo.data.packing import plan_micro_batches
+from megatron_dapo.engine.packed import pack_multiple, sequence_multiple
 from megatron_dapo.engine.routing import RowRouting, stack_layers
 from megatron_dapo.parallel.topology import Topology
 
@@ -25,7 +26,7 @@ SEQUENCE_FIELDS = ("prompts", "prompt_length", "responses", "response_length")
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """`max_tokens` bounds the tokens of one micro-batch on one rank; context parallelism shares a sequence.
+    """`max_tokens` bounds the tokens of one packed micro-batch, alignment included, before context ranks cut it.
 
     With `balance` data-parallel ranks get rows of equal cost, without it equally many in the order of the batch.
     """
@@ -36,14 +37,14 @@ class Dispatcher:
 
     def plan(self, lengths: Int[Tensor, "b"]) -> Plan:
         """Every data-parallel rank gets balanced work in equally many micro-batches, each within the bound."""
-        context = self.topology.context
-        multiple = 2 * context if context > 1 else 1
+        context, tensor = self.topology.context, self.topology.tensor
+        multiple, whole = sequence_multiple(context), pack_multiple(context, tensor)
         padded = (lengths + multiple - 1) // multiple * multiple
         in_order = [part.tolist() for part in torch.arange(len(padded)).tensor_split(self.topology.data)]
         return plan_micro_batches(
             padded.tolist(),
             self.topology.data,
-            self.max_tokens * context,
+            self.max_tokens // whole * whole,  # what packing adds at the end then stays within the bound
             assigned=None if self.balance else in_order,
             # the interleaved schedule runs its micro-batches in rounds of one per stage
             multiple_of=self.topology.pipeline if self.topology.virtual_pipeline else 1,

@@ -39,6 +39,8 @@ CASES = [
     ({"actor.ppo_mini_batch_size": 1024}, "actor.ppo_mini_batch_size", "512"),
     ({"critic.ppo_mini_batch_size": 100, "algorithm.adv_estimator": "gae"}, "critic.ppo_mini_batch_size", "64 or 128"),
     ({"data.max_response_length": 20480}, "actor.max_tokens_per_micro_batch", "at least 20992"),
+    ({"data.max_response_length": 15873, "parallel.context": 4, "parallel.tensor": 2},
+     "actor.max_tokens_per_micro_batch", "at least 16392"),
     ({"rollout.agent.max_turns": 3}, "rollout.agent.max_turns", "one turn"),
     ({"data.gen_batch_size": 1024}, "data.gen_batch_size", "thrown away"),
     ({"algorithm.filter_groups.enable": True, "rollout.n": 1}, "rollout.n", "at least 2"),
@@ -132,6 +134,9 @@ def test_a_command_requires_its_own_files_only():
     assert set(found({}, "train")) == {"model.path", "data.train_files"}
     assert set(found({}, "sft")) == {"model.path", "sft.train_files"}
     assert found({"model.path": "m", "sft.train_files": "a"}, "sft") == {}
+    assert set(found({"model.path": "m", "sft.train_files": "a", "sft.max_length": 16385}, "sft")) == {
+        "actor.max_tokens_per_micro_batch"
+    }
 
 
 def test_types_and_contradictions_are_reported_together_without_echoes():

@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from megatron_dapo.data.batch import ragged
+from megatron_dapo.engine.packed import pack_rows
 from megatron_dapo.engine.routing import RowRouting
 from megatron_dapo.parallel.topology import Topology
 from megatron_dapo.trainers.dispatch import Dispatcher
@@ -55,6 +56,19 @@ def test_ranks_of_one_replica_get_the_same_and_all_get_equally_many(topology):
         for b in topology.coordinates():
             if a.dp == b.dp:
                 assert shares[a.rank] is shares[b.rank]
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [24, 29, 35])
+def test_no_packed_micro_batch_exceeds_the_bound_before_the_cut(context, tensor, max_tokens):
+    rows, topology = batch(), Topology(world=2 * context * tensor, tensor=tensor, context=context)
+    dispatcher = Dispatcher(topology, max_tokens)
+    for share in dispatcher.shares(rows, dispatcher.plan(rows["prompt_length"] + rows["response_length"]), []):
+        for micro in share:
+            packed = pack_rows(micro, context_parallel=context, tensor_parallel=tensor)
+            assert int(packed.cu_seqlens[-1]) <= max_tokens
+            assert packed.tokens.shape[1] * context == int(packed.cu_seqlens[-1])
 
 
 def test_more_ranks_than_rows_get_padding_that_counts_nowhere():
