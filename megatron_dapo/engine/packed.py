@@ -30,7 +30,7 @@ class PackedMicroBatch:
     gather: Int[Tensor, "b r"]  # position among all t of the label of each response token
     valid: Bool[Tensor, "b r"]
     restore: Int[Tensor, "t"] | None  # natural position -> place after the context-parallel all-gather
-    real: Bool[Tensor, "t_cp"]  # False on what only fills a sequence up to its alignment
+    real: Bool[Tensor, "t_cp"]  # False on what fills a sequence up to its alignment, and in rows marked `is_padding`
     routing: Int[Tensor, "t_cp layers k"] | None  # experts to replay
     rows: TensorDict
 
@@ -85,6 +85,8 @@ def pack_rows(
 
     positions = torch.arange(total) - starts.repeat_interleave(room)
     real = positions < lengths.repeat_interleave(room)
+    if "is_padding" in rows:
+        real &= ~rows["is_padding"].repeat_interleave(room)
     routing = None
     if "routed_experts" in rows:
         row = torch.arange(len(room)).repeat_interleave(room)

@@ -25,6 +25,7 @@ from megatron_dapo.runtime.group import LocalWorkerGroup, TorchrunWorkerGroup, W
 from megatron_dapo.trainers.checkpoints import CheckpointStore, step_of, verify
 from megatron_dapo.trainers.dispatch import Dispatcher
 from megatron_dapo.trainers.dump import RolloutDump
+from megatron_dapo.trainers.efficiency import linear_cost
 from megatron_dapo.trainers.expert_load import ExpertLoad
 from megatron_dapo.trainers.generation import Generator, training_sampling, validation_sampling
 from megatron_dapo.trainers.run import Run
@@ -153,6 +154,13 @@ def estimator_inputs(config: Config) -> set[str]:
     return available
 
 
+def dispatcher(config: Config, arch: Architecture, topology: Topology) -> Dispatcher:
+    """How this run's rows are shared out, by what they cost under this architecture."""
+    return Dispatcher(
+        topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch, linear_cost(arch)
+    )
+
+
 def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: Inputs, stop: StopRequest) -> Run:
     """The driver's Run over ranks that stand."""
     directory = Path(config.trainer.default_local_dir)
@@ -166,9 +174,7 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         config=config,
         arch=arch,
         directory=directory,
-        ranks=Ranks(
-            group, Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch), hosts
-        ),
+        ranks=Ranks(group, dispatcher(config, arch, topology), hosts),
         generate=Generator(group, hosts, config.trainer.seed),
         tokenizer=inputs.tokenizer,
         loader=PromptLoader(inputs.train, seed=data.seed, shuffle=data.shuffle),
