@@ -19,7 +19,7 @@ def sft(config: Config) -> None:
     from megatron_dapo.trainers.worker import SupervisedWorker
 
     topology = bringup.topology_of(config)
-    arch = bringup.checked_architecture(config)
+    arch = bringup.checked_architecture(config, topology.world)
     driver = bringup.rank() == 0
     rows = read_rows(config)
     stop = StopRequest()

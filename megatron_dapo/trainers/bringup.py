@@ -1,6 +1,7 @@
 """From a configuration to a rank that stands: architecture, layout, world; and to the driver's Run."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,17 +9,19 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dapo.algorithms import DynamicSampler, check_inputs, kl_controller
-from megatron_dapo.config import Config, ModelNumbers, check_model, check_world
+from megatron_dapo.config import Config, ConfigError, ModelNumbers, Problem, check_world, model_problems
+from megatron_dapo.config.model import topology_of as layout_of
 from megatron_dapo.data.dataset import PromptDataset, PromptLoader, PromptOptions
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import Trackers
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.hf_files import HFWeights
-from megatron_dapo.models.tables import hf_shapes
+from megatron_dapo.models.tables import hf_shapes, layout_sizes
 from megatron_dapo.parallel.determinism import be_deterministic
 from megatron_dapo.parallel.groups import init_distributed
 from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.resharding.rollout_layout import undivided
 from megatron_dapo.rewards import RewardManager
 from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.runtime.group import LocalWorkerGroup, TorchrunWorkerGroup, WorkerGroup, control_group
@@ -46,40 +49,27 @@ def topology_of(config: Config, world: int | None = None) -> Topology:
     """
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     check_world(config, world)
-    parallel = config.parallel
-    return Topology(
-        world=world,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=config.derived.expert_tensor,
-        first_stage_layers=parallel.first_stage_layers,
-        last_stage_layers=parallel.last_stage_layers,
-        pipeline_layout=parallel.pipeline_layout,
-    )
+    return layout_of(config.parallel, world)
 
 
-def checked_architecture(config: Config) -> Architecture:
-    """The model's architecture, after checking that the layout fits it and that its weights are all there."""
+def checked_architecture(config: Config, world: int | None = None) -> Architecture:
+    """The model's architecture, after checking that both layouts fit it and that its weights are all there."""
     arch = Architecture.from_dir(config.model.path)
-    mixture = arch.mixture
-    numbers = ModelNumbers(
-        layers=arch.layers,
-        heads=arch.heads,
-        kv_heads=arch.kv_heads,
-        ffn=arch.ffn,
-        experts=arch.experts,
-        topk=mixture.topk if mixture else 0,
-        expert_ffn=mixture.ffn if mixture else 0,
-        max_positions=arch.max_positions,
-    )
-    check_model(config, numbers)
+    topk = arch.mixture.topk if arch.mixture else 0
+    numbers = ModelNumbers(**layout_sizes(arch), topk=topk, max_positions=arch.max_positions)
+    if problems := [*model_problems(config, numbers, world), *_engine_problems(config, arch)]:
+        raise ConfigError(problems)
     with HFWeights(Path(config.model.path)) as weights:
         for name in hf_shapes(arch):
             weights.file_of(name)  # raises for a tensor that no file has
     return arch
+
+
+def _engine_problems(config: Config, arch: Architecture) -> Iterator[Problem]:
+    key, tensor = "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size
+    expert_parallel = bool(config.rollout.engine_kwargs.get("enable_expert_parallel"))
+    if wrong := undivided(arch, tensor, expert_parallel):
+        yield Problem(key, tensor, f"Does not divide {', nor '.join(wrong)}.")
 
 
 def join_world(config: Config, topology: Topology) -> dist.ProcessGroup | None:
@@ -96,7 +86,8 @@ def _enter_world(config: Config, topology: Topology) -> None:
 
 def build_worker(config: Config, total_steps: int) -> Worker:
     """This rank, in a world that its environment describes and that the driver is no part of: a Ray actor."""
-    topology, arch = topology_of(config), checked_architecture(config)
+    topology = topology_of(config)
+    arch = checked_architecture(config, topology.world)
     _enter_world(config, topology)
     return Worker(config, arch, topology, rank(), total_steps)
 
