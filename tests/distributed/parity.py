@@ -98,7 +98,7 @@ def run_case(case: Case, hf_dir: str, reference: str) -> Outcome | None:
     return _compare(found, torch.load(reference, weights_only=False))
 
 
-def engine_of(case: Case, hf_dir: str, steps: int = STEPS) -> tuple[Any, Any]:
+def engine_of(case: Case, hf_dir: str, steps: int = STEPS, value_head: bool = False) -> tuple[Any, Any]:
     """A trainable engine in this case's layout, and what this rank of it holds, in Hugging Face's space."""
     from megatron_dapo.config.model import ModelConfig, ParallelConfig
     from megatron_dapo.config.training import OptimConfig
@@ -113,10 +113,9 @@ def engine_of(case: Case, hf_dir: str, steps: int = STEPS) -> tuple[Any, Any]:
     topology = topology_of(parallel, dist.get_world_size())
     init_distributed(topology, seed=1)
     model = ModelConfig(path=hf_dir, **({"dtype": "float32"} | case.settings))
-    engine = MegatronEngine(
-        arch, model, parallel, topology, hf_dir=Path(hf_dir), optim=OptimConfig(**OPTIM), total_steps=steps
-    )
-    return engine, megatron_slices(arch, topology, dist.get_rank())
+    given = dict(hf_dir=Path(hf_dir), optim=OptimConfig(**OPTIM), total_steps=steps, value_head=value_head)
+    engine = MegatronEngine(arch, model, parallel, topology, **given)
+    return engine, megatron_slices(arch, topology, dist.get_rank(), value_head=value_head)
 
 
 def _train(case: Case, hf_dir: str) -> dict[str, Any]:
