@@ -49,6 +49,7 @@ fi
 export OMP_NUM_THREADS
 LOG_DIR=${LOG_DIR:-$run_dir/logs}
 STOP_FILE=${STOP_FILE:-$LOG_DIR/stop}
+export USER_ERROR_FILE=$LOG_DIR/user-error # a rank leaves it: torchrun makes 1 of every exit code, on every node
 
 # Only rank 0 acts on a stop request (it finishes the step, saves and tells the others); torchrun must not act first, and
 # it must not restart either: to it a stopped rank is a failed one. So restarts are counted below.
@@ -67,7 +68,7 @@ if ((dry_run)); then
 fi
 
 mkdir -p "$LOG_DIR"
-if ((NODE_RANK == 0)); then rm -f "$STOP_FILE"; fi
+if ((NODE_RANK == 0)); then rm -f "$STOP_FILE" "$USER_ERROR_FILE"; fi
 exec > >(trap '' INT TERM USR1 && exec tee -a "$LOG_DIR/node-$NODE_RANK.log") 2>&1
 phase() { echo "=== $(date -u +%Y-%m-%dT%H:%M:%SZ) node $NODE_RANK ($(hostname)) phase: $*"; }
 
@@ -135,7 +136,8 @@ for ((attempt = 0; attempt <= MAX_RESTARTS; attempt++)); do
   done
   code=0
   wait "$runner" || code=$?
-  if ((code == 0 || asked)); then break; fi
+  if ((code)) && [[ -e $USER_ERROR_FILE ]]; then code=2; fi
+  if ((code == 0 || code == 2 || asked)); then break; fi
   phase "failed, exit code $code"
 done
 if ((asked && code)); then code=143; fi

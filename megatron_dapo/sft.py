@@ -14,13 +14,12 @@ def sft(config: Config) -> None:
     host_cuda.install()  # before anything imports megatron.core
     from megatron_dapo.metrics import Trackers
     from megatron_dapo.trainers import bringup
-    from megatron_dapo.trainers.dispatch import Dispatcher
     from megatron_dapo.trainers.sft import SftRun, fit_sft, read_rows
     from megatron_dapo.trainers.stages import Ranks
     from megatron_dapo.trainers.worker import SupervisedWorker
 
     topology = bringup.topology_of(config)
-    arch = bringup.checked_architecture(config)
+    arch = bringup.checked_architecture(config, topology.world)
     driver = bringup.rank() == 0
     rows = read_rows(config)
     stop = StopRequest()
@@ -32,8 +31,7 @@ def sft(config: Config) -> None:
         return
     directory = Path(config.trainer.default_local_dir)
     config.save(directory)
-    dispatcher = Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch)
-    ranks = Ranks(bringup.worker_group(worker, control), dispatcher)
+    ranks = Ranks(bringup.worker_group(worker, control), bringup.dispatcher(config, arch, topology))
     trackers = Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json"))
     fit_sft(SftRun(config, ranks, rows, trackers, directory / "hf", stop))
     ranks.group.close()

@@ -27,7 +27,7 @@ def train(config: Config) -> None:
     from megatron_dapo.trainers.worker import Worker
 
     topology = bringup.topology_of(config)
-    arch = bringup.checked_architecture(config)
+    arch = bringup.checked_architecture(config, topology.world)
     driver = bringup.rank() == 0
     inputs = bringup.read_inputs(config)
     stop = StopRequest()

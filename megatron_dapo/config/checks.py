@@ -1,6 +1,7 @@
 """Keys that are each legal but contradict one another: every rule is a small generator, and all of them run."""
 
 from collections.abc import Iterator
+from math import lcm
 from typing import Literal
 
 from megatron_dapo.config.checks_correction import correction_problems
@@ -48,6 +49,11 @@ def _required(config: Config, command: Command) -> Problems:
         yield problem(config, "trainer.runtime", "Supervised training has no Ray driver: set torchrun.")
     if command == "sft" and not config.sft.train_files:
         yield Problem("sft.train_files", None, "Is required: parquet or JSONL files with prompt and response.")
+    least = _aligned(config, config.sft.max_length)
+    if command == "sft" and config.actor.max_tokens_per_micro_batch < least:
+        words = _up("sft.max_length", config.sft.max_length, least)
+        text = f"A full-length row would not fit: set at least {least} ({words})."
+        yield problem(config, "actor.max_tokens_per_micro_batch", text, "sft.max_length")
 
 
 def _nearest_divisors(total: int, wanted: int) -> str:
@@ -76,13 +82,25 @@ def _lengths(config: Config) -> Problems:
     if config.derived.critic_enabled and critic.max_tokens_per_micro_batch is not None:
         limits.append(("critic", critic.max_tokens_per_micro_batch))
     for role, tokens in limits:
-        if tokens < longest:
+        if tokens < (least := _aligned(config, longest)):
             lengths = ("data.max_prompt_length", "data.max_response_length")
-            text = f"A full-length sequence would not fit: set at least {longest} ({' + '.join(lengths)})."
+            words = _up(" + ".join(lengths), longest, least)
+            text = f"A full-length sequence would not fit: set at least {least} ({words})."
             yield problem(config, f"{role}.max_tokens_per_micro_batch", text, *lengths)
     if config.rollout.agent.name == "single_turn" and config.rollout.agent.max_turns != 1:
         text = "The single_turn loop has one turn: leave this at 1, or choose another rollout.agent.name."
         yield problem(config, "rollout.agent.max_turns", text, "rollout.agent.name")
+
+
+def _aligned(config: Config, tokens: int) -> int:
+    """What a sequence of so many tokens occupies at most: micro-batches are cut into equal parts (engine/packed.py)."""
+    tensor, context = config.parallel.tensor, config.parallel.context
+    multiple = lcm(2 * context, tensor * context) if context > 1 else tensor
+    return -(-tokens // multiple) * multiple
+
+
+def _up(words: str, tokens: int, aligned: int) -> str:
+    return words if aligned == tokens else f"{words}, rounded up to what parallel.tensor and .context cut evenly"
 
 
 def _filter(config: Config) -> Problems:

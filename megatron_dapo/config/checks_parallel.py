@@ -1,8 +1,9 @@
 """Does the layout fit the world, and the model the layout? Plain arithmetic, known before any process starts."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from megatron_dapo.config.model import topology_of
 from megatron_dapo.config.problems import ConfigError, Problem
 from megatron_dapo.config.schema import Config, problem
 
@@ -66,58 +67,35 @@ class ModelNumbers:
     kv_heads: int
     ffn: int = 0
     experts: int = 0
-    topk: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
+    topk: int = 0
     max_positions: int = 0  # 0: unknown
 
 
-def check_model(config: Config, numbers: ModelNumbers) -> None:
+def check_model(config: Config, numbers: ModelNumbers, world: int | None = None) -> None:
     """Raise ConfigError with everything that keeps this model from running under this configuration."""
-    if problems := model_problems(config, numbers):
+    if problems := model_problems(config, numbers, world):
         raise ConfigError(problems)
 
 
-def model_problems(config: Config, numbers: ModelNumbers) -> list[Problem]:
-    """Everything that keeps a model of these numbers from being laid out, replayed or sampled as configured."""
-    rules = (_divisions, _stages, _experts, _positions)
-    return [one for rule in rules for one in rule(config, numbers)]
+def model_problems(config: Config, numbers: ModelNumbers, world: int | None = None) -> list[Problem]:
+    """Everything that keeps a model of these numbers from being laid out over `world` ranks, replayed or sampled."""
+    return [*_layout(config, numbers, world), *_experts(config, numbers), *_positions(config, numbers)]
 
 
-def _divisions(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
-    parallel, engine = config.parallel, config.rollout.tensor_parallel_size
-    rows = [
-        ("parallel.tensor", parallel.tensor, "attention heads", numbers.heads),
-        ("parallel.tensor", parallel.tensor, "key/value heads", numbers.kv_heads),
-        ("parallel.tensor", parallel.tensor, "feed-forward width", numbers.ffn),
-        ("parallel.expert", parallel.expert, "experts", numbers.experts),
-        ("parallel.expert_tensor", config.derived.expert_tensor, "expert feed-forward width", numbers.expert_ffn),
-        ("rollout.tensor_parallel_size", engine, "attention heads", numbers.heads),
-    ]
-    for key, ways, what, size in rows:
-        if size and size % ways:
-            legal = ", ".join(str(d) for d in range(1, size + 1) if size % d == 0 and d <= 2 * ways)
-            yield Problem(key, ways, f"Does not divide the model's {what} = {size}: use one of {legal}.")
-
-
-def _stages(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
-    parallel = config.parallel
-    if parallel.pipeline == 1 or parallel.pipeline_layout is not None:
-        return  # an explicit layout is Megatron's to parse
-    ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n is not None]
-    stages, layers = parallel.pipeline - len(ends), numbers.layers - sum(ends)
-    chunks = parallel.virtual_pipeline or 1
-    if (stages and (layers < stages or layers % stages)) or (not stages and layers):
-        given = f" left by first/last stage ({sum(ends)} of {numbers.layers})" if ends else ""
-        text = (
-            f"{layers} layers{given} do not spread evenly over {stages} stages: choose another number, "
-            "parallel.first_stage_layers / last_stage_layers, or a parallel.pipeline_layout."
-        )
-        yield problem(config, "parallel.pipeline", text)
-        return
-    per_stage = [*ends, *([layers // stages] if stages else [])]
-    if any(n % chunks for n in per_stage):
-        text = f"Does not divide the layers of every stage ({', '.join(map(str, sorted(set(per_stage))))})."
-        yield problem(config, "parallel.virtual_pipeline", text)
+def _layout(config: Config, numbers: ModelNumbers, world: int | None) -> Iterator[Problem]:
+    """What the engine's own layout says: `Topology` alone knows what fits."""
+    topology = topology_of(config.parallel, world)
+    sizes = {name: value for name, value in asdict(numbers).items() if name not in ("topk", "max_positions")}
+    faults = topology.faults(**sizes)
+    for fault in faults:
+        key = "world_size" if fault.size == "world" else fault.size
+        value = topology.world if fault.size == "world" else config.parallel.model_dump()[fault.size]
+        yield Problem(f"parallel.{key}", value, fault.text[0].upper() + fault.text[1:] + ".")
+    if faults:
+        near = topology.neighbours(**sizes)
+        yield Problem("parallel", f"{topology.describe()}, of {topology.world} ranks", near[0].upper() + near[1:] + ".")
 
 
 def _experts(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
@@ -127,8 +105,6 @@ def _experts(config: Config, numbers: ModelNumbers) -> Iterator[Problem]:
             text = "Under tensor parallelism experts are trained with it only: set null or true."
             yield problem(config, "parallel.sequence_parallel", text)
         return
-    if parallel.expert > 1:
-        yield problem(config, "parallel.expert", "The model has no experts: set 1.")
     if model.router_replay != "none":
         yield problem(config, "model.router_replay", "The model has no router: set none.")
     if model.moe.load_balancing != "none":

@@ -1,8 +1,11 @@
 """What is trained and how it is cut over the ranks: the sections `model` and `parallel`."""
 
+from dataclasses import replace
+from math import lcm
 from typing import Any, Literal
 
 from megatron_dapo.config.base import Count, NonNegative, Section, Strings
+from megatron_dapo.parallel.topology import Topology
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -63,3 +66,20 @@ class ParallelConfig(Section):
     """Layers of the last pipeline stage, when uneven."""
     pipeline_layout: str | None = None
     """Megatron's explicit layout string, e.g. `Et*3|t*4|t*3L`; instead of first/last_stage_layers."""
+
+
+def topology_of(parallel: ParallelConfig, world: int | None = None) -> Topology:
+    """The layout that the config asks for, over `world` ranks; None: `world_size`, or else as few as have it."""
+    topology = Topology(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+        pipeline_layout=parallel.pipeline_layout,
+    )
+    smallest = topology.pipeline * lcm(topology.tensor * topology.context, topology.etp * topology.expert)
+    return replace(topology, world=world or parallel.world_size or smallest)

@@ -32,7 +32,8 @@ class TrainerConfig(Section):
     val_before_train: bool = True
     """Validate before the first step (where there are val_files)."""
     critic_warmup: NonNegativeInt = 0
-    """Steps in which only the critic is updated."""
+    """The step, counted from 1, from which on the actor is updated too: at 2 the first step is the critic's alone; 0
+    and 1 leave none to it."""
     logger: tuple[Tracker, ...] = ("console", "jsonl", "tensorboard")
     """Trackers; jsonl is always written."""
     resume_mode: Literal["auto", "disable", "path"] = "auto"

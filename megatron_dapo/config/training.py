@@ -98,7 +98,8 @@ class ActorConfig(Section):
     data_loader_seed: NonNegativeInt = 42
     """Seed of that shuffle."""
     max_tokens_per_micro_batch: Count = 16384
-    """Packed tokens (prompt + response) in one micro-batch of one data-parallel rank, a hard bound."""
+    """Packed tokens (prompt + response) in one micro-batch of one data-parallel rank, a hard bound; counted before a
+    cut over `parallel.context`."""
     clip_ratio: NonNegative = 0.2
     """Clip range on both sides of 1."""
     clip_ratio_low: NonNegative | None = None

@@ -173,9 +173,8 @@ CONVERTED: dict[str, Callable[[str], str]] = {
 _NODES, _GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
 _FOREIGN = ("actor_rollout_ref.", "reward_model.", "custom_reward_function.", "trainer.v1.", "global_profiler.", "ray_")
 _MARKS = re.compile(r"^\+\+?")  # Hydra's "add this key"
-_REMARKS = {
-    A + "ppo_max_token_len_per_gpu": "; it now counts the whole micro-batch, before a cut over parallel.context",
-}
+_PER_GPU = (A + "ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu")  # verl multiplies by the context size
+_CONTEXT = (M + "context_parallel_size", "parallel.context")
 
 
 @dataclass(frozen=True)
@@ -201,17 +200,21 @@ def translate_verl(overrides: Sequence[str]) -> Translation:
     notes: list[str] = []
     problems: list[Problem] = []
     world: dict[str, int] = {}
-    for text in overrides:
-        key, equals, value = _MARKS.sub("", text).partition("=")
+    split = [_MARKS.sub("", text).partition("=") for text in overrides]
+    context = next((int(value) for key, _, value in reversed(split) if key in _CONTEXT and value.isdigit()), 1)
+    for text, (key, equals, value) in zip(overrides, split, strict=True):
         if key in (_NODES, _GPUS) and value.isdigit():
             world[key] = int(value)
         elif key in CONVERTED and equals:
             ours.append(CONVERTED[key](value))
             if not ours[-1].startswith(f"{key}="):
                 notes.append(f"{key} is now {ours[-1].partition('=')[0]}")
+        elif key in _PER_GPU and value.isdigit():
+            ours.append(f"{RENAMED[key]}={int(value) * context}")
+            notes.append(f"{key} is now {RENAMED[key]}, before the cut over parallel.context: {value} x {context}")
         elif (renamed := _renamed(key)) is not None:
             ours.append(renamed + equals + value)
-            notes.append(f"{key} is now {renamed}{_REMARKS.get(key, '')}")
+            notes.append(f"{key} is now {renamed}")
         elif (reason := _longest(key, DROPPED)) is not None:
             notes.append(f"{key} is left out: {DROPPED[reason]}")
         elif key.startswith(_FOREIGN):

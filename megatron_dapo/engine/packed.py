@@ -30,7 +30,7 @@ class PackedMicroBatch:
     gather: Int[Tensor, "b r"]  # position among all t of the label of each response token
     valid: Bool[Tensor, "b r"]
     restore: Int[Tensor, "t"] | None  # natural position -> place after the context-parallel all-gather
-    real: Bool[Tensor, "t_cp"]  # False on what only fills a sequence up to its alignment
+    real: Bool[Tensor, "t_cp"]  # False on what fills a sequence up to its alignment, and in rows marked `is_padding`
     routing: Int[Tensor, "t_cp layers k"] | None  # experts to replay
     rows: TensorDict
 
@@ -45,6 +45,11 @@ class PackedMicroBatch:
 def sequence_multiple(context_parallel: int) -> int:
     """Every sequence is padded to this many tokens: the zigzag split cuts it into 2·cp chunks."""
     return 2 * context_parallel if context_parallel > 1 else 1
+
+
+def pack_multiple(context_parallel: int, tensor_parallel: int) -> int:
+    """Every micro-batch is padded to this many tokens: each rank's share is cut over the tensor-parallel ranks."""
+    return lcm(sequence_multiple(context_parallel), tensor_parallel * context_parallel)
 
 
 def _packed_length(lengths: Int[Tensor, "b"], multiple: int) -> Int[Tensor, "b"]:
@@ -65,8 +70,7 @@ def pack_rows(
     width = max(int(response_length.max()), 1)
     lengths = prompt_length + response_length
     room = _packed_length(lengths, sequence_multiple(context_parallel))
-    total_multiple = lcm(sequence_multiple(context_parallel), tensor_parallel * context_parallel)
-    room[-1] += -int(room.sum()) % total_multiple
+    room[-1] += -int(room.sum()) % pack_multiple(context_parallel, tensor_parallel)
     cu_seqlens = torch.cat([room.new_zeros(1), room.cumsum(0)])
     starts, total = cu_seqlens[:-1], int(cu_seqlens[-1])
 
@@ -81,6 +85,8 @@ def pack_rows(
 
     positions = torch.arange(total) - starts.repeat_interleave(room)
     real = positions < lengths.repeat_interleave(room)
+    if "is_padding" in rows:
+        real &= ~rows["is_padding"].repeat_interleave(room)
     routing = None
     if "routed_experts" in rows:
         row = torch.arange(len(room)).repeat_interleave(room)

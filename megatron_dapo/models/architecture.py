@@ -171,6 +171,8 @@ def _refuse_unsupported(family: str, config: Mapping[str, Any]) -> None:
         groups, chosen, topk = config.get("n_group") or 1, config.get("topk_group") or 1, config["num_experts_per_tok"]
         if groups > 1 and topk != 2 * chosen:
             wrong.append(f"topk_group {chosen} with num_experts_per_tok {topk} (a group is scored by its best two)")
+        if (rope := _rope(config).kind) in ("linear", "llama3"):
+            wrong.append(f"rope_type {rope!r} with latent attention (only default and yarn)")
         if config.get("quantization_config"):
             wrong.append("quantized weights (dequantize the checkpoint to bfloat16 first)")
     if wrong:

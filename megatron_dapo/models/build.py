@@ -1,10 +1,13 @@
 """Build this rank's model chunks: GPTModel with the right spec, heads and marks; the weights come from `load.py`."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe import router as megatron_router
+from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -59,6 +62,7 @@ def _chunk(
         )
     mark_experts(model)
     count_real_tokens(model)
+    balance_nothing()
     return model.to(capabilities().device)  # modules that are not Megatron's own begin on the host
 
 
@@ -72,6 +76,19 @@ def mark_experts(model: GPTModel) -> None:
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False
+
+
+def balance_nothing() -> None:
+    """Let the load-balancing loss of a micro-batch of padding be 0.
+
+    Megatron-core 0.16 divides by its number of real tokens, so that it would be NaN, and with it every gradient.
+    """
+    megatron_router.switch_load_balancing_loss_func = _load_balancing_loss
+
+
+def _load_balancing_loss(*, total_num_tokens: int | Tensor, **named: Any) -> Tensor:
+    tokens = total_num_tokens.clamp(min=1) if isinstance(total_num_tokens, Tensor) else total_num_tokens
+    return switch_load_balancing_loss_func(total_num_tokens=tokens, **named)
 
 
 def count_real_tokens(model: GPTModel) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -75,5 +76,9 @@ class ValueHead(torch.nn.Module):
     ) -> dict[str, Any]:
         """One replicated tensor, for Megatron's distributed checkpoint."""
         state = self.state_dict(prefix="", keep_vars=True)
-        group = (metadata or {}).get("dp_cp_group")
-        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets, dp_cp_group=group)
+        copies = (metadata or {}).get("dp_cp_group")
+        # without its tensor group Megatron takes the tensor-parallel copies for one and the same, and refuses to save
+        tensor = mpu.get_tensor_model_parallel_group() if copies is not None else None
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {}, sharded_offsets, tp_group=tensor, dp_cp_group=copies
+        )

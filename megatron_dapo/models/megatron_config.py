@@ -8,40 +8,28 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron_dapo.config.model import ModelConfig, ParallelConfig
+from megatron_dapo.config.model import ModelConfig, ParallelConfig, topology_of
+from megatron_dapo.errors import UserError
 from megatron_dapo.models.architecture import Architecture, Latent, Mixture
 from megatron_dapo.models.tables import check_layout
 from megatron_dapo.parallel.capabilities import capabilities
-from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.parallel.topology import LayoutError, Topology
 
 Settings = dict[str, Any]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def topology_of(parallel: ParallelConfig, world: int) -> Topology:
-    """The layout that the config asks for, over `world` ranks."""
-    return Topology(
-        world=world,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        first_stage_layers=parallel.first_stage_layers,
-        last_stage_layers=parallel.last_stage_layers,
-        pipeline_layout=parallel.pipeline_layout,
-    )
+class OptionError(UserError, ValueError):
+    """A `model.megatron.*` that Megatron does not have, or that something else decides."""
 
 
 def transformer_config(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's configuration of this network under this layout.
 
-    `model.megatron` is passed through last. Raises ValueError for a name that Megatron does not have (naming the
-    nearest), for one that the checkpoint or the layout decides, and for a layout that does not fit the network.
+    `model.megatron` is passed through last. Raises OptionError for a name that Megatron does not have (naming the
+    nearest) and for one that the checkpoint or the layout decides, LayoutError for a layout that does not fit.
     """
-    smallest = parallel.tensor * parallel.pipeline * parallel.context
-    topology = topology_of(parallel, parallel.world_size or smallest * parallel.expert * (parallel.expert_tensor or 1))
+    topology = topology_of(parallel)
     check_layout(arch, topology)
     decided = _architecture(arch) | _parallel(arch, topology, parallel)
     if arch.mixture:
@@ -115,7 +103,7 @@ def _parallel(arch: Architecture, topology: Topology, parallel: ParallelConfig) 
     interleaved = topology.virtual_pipeline is not None
     sequence = topology.tensor > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel
     if arch.mixture and topology.tensor > 1 and not sequence:
-        raise ValueError(
+        raise LayoutError(
             "parallel.sequence_parallel=false: experts with tensor > 1 train only with sequence parallelism"
         )
     return {
@@ -207,11 +195,11 @@ def _passed_through(chosen: Settings, decided: Settings, kind: type[TransformerC
     for name in chosen:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise ValueError(
+            raise OptionError(
                 f"model.megatron.{name}: Megatron's {kind.__name__} has no such field; nearest is {near[0]}"
             )
         if name in decided:
-            raise ValueError(
+            raise OptionError(
                 f"model.megatron.{name}={chosen[name]!r}: decided by the checkpoint's config.json and by parallel.*, "
                 "which would then disagree with the weights; remove it"
             )

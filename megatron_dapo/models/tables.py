@@ -15,7 +15,7 @@ from math import lcm
 from megatron_dapo.models.architecture import Architecture, Latent, Mixture
 from megatron_dapo.models.slices import Layout, Slice
 from megatron_dapo.parallel.stages import Stage
-from megatron_dapo.parallel.topology import Coordinate, Topology
+from megatron_dapo.parallel.topology import Coordinate, LayoutError, Topology
 
 VOCAB_MULTIPLE = 128  # the same padding under every tensor size up to this, so that checkpoints fit any layout
 VALUE_HEAD = "score.weight"  # HF's name of a one-label token classifier's head
@@ -70,7 +70,7 @@ def megatron_slices(
     """What one training rank stores. Parameters are named "<chunk>.<name in GPTModel>".
 
     `te` chooses the names of the Transformer Engine layer spec (norms inside the linear that follows, experts in one
-    grouped module) instead of the local spec's. Raises ValueError with every problem when the layout is illegal.
+    grouped module) instead of the local spec's. Raises LayoutError with every problem when the layout is illegal.
     """
     at = topology.coordinate(rank) if isinstance(rank, int) else rank
     return _slices(arch, topology, at.tp, at.pp, at.ep, at.etp, te, value_head)
@@ -92,10 +92,10 @@ def _slices(
 
 @lru_cache(maxsize=64)
 def check_layout(arch: Architecture, topology: Topology) -> None:
-    """Raises ValueError with everything that is wrong with this layout for this network."""
+    """Raises LayoutError with everything that is wrong with this layout for this network."""
     problems = topology.problems(**layout_sizes(arch))
     if problems:
-        raise ValueError("illegal parallel layout: " + "; ".join(problems))
+        raise LayoutError("illegal parallel layout: " + "; ".join(problems))
 
 
 def layout_sizes(arch: Architecture) -> dict[str, int]:
@@ -108,6 +108,7 @@ def layout_sizes(arch: Architecture) -> dict[str, int]:
         "experts": arch.experts,
         "expert_ffn": mixture.ffn if mixture else 0,
         "ffn": arch.ffn,
+        "shared_ffn": mixture.shared_ffn if mixture else 0,
     }
 
 

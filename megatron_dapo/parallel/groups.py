@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_dapo.parallel.capabilities import capabilities
 from megatron_dapo.parallel.noise import hush
-from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.parallel.topology import LayoutError, Topology
 
 
 def init_distributed(topology: Topology, seed: int, timeout_minutes: float = 10.0) -> None:
@@ -26,16 +26,16 @@ def init_distributed(topology: Topology, seed: int, timeout_minutes: float = 10.
     this process is a world of one and opens no port. A world that stands already is kept, so groups of another
     topology can be built after `destroy(world=False)`. Seeds Python-visible random state per tensor and expert rank.
 
-    Raises ValueError when the layout is illegal or the world's size differs from the topology's.
+    Raises LayoutError when the layout is illegal or the world's size differs from the topology's.
     """
     hush()
     problems = topology.problems()
     if problems:
-        raise ValueError("illegal parallel layout: " + "; ".join(problems))
+        raise LayoutError("illegal parallel layout: " + "; ".join(problems))
     if not dist.is_initialized():
         _join_world(timedelta(minutes=timeout_minutes))
     if dist.get_world_size() != topology.world:
-        raise ValueError(
+        raise LayoutError(
             f"the launcher started {dist.get_world_size()} processes, but the layout has world {topology.world}; "
             f"start {topology.world} processes or set parallel.world_size={dist.get_world_size()}"
         )

@@ -74,7 +74,7 @@ def _layers_per_rank(layers: int, pipeline: int, first: int | None, last: int | 
     given = (first or 0) + (last or 0)
     middle = pipeline - (first is not None) - (last is not None)
     rest = layers - given
-    if rest < 0 or (middle == 0 and rest) or (middle and rest % middle):
+    if rest < 0 or (middle == 0 and rest) or (middle and (rest % middle or not rest)):
         raise ValueError(
             f"{layers} layers do not divide over pipeline {pipeline} with first_stage_layers {first} and "
             f"last_stage_layers {last}: {rest} layers for {middle} even stages"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import log2, prod
 
+from megatron_dapo.errors import UserError
 from megatron_dapo.parallel.stages import Stage, split_layers
 
 
@@ -20,6 +21,18 @@ class Coordinate:
     ep: int
     etp: int
     edp: int
+
+
+class LayoutError(UserError, ValueError):
+    """A layout that does not fit its world or its model; the text names everything wrong and legal neighbours."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a layout: the size to blame (a field of `Topology`) and a sentence."""
+
+    size: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -95,20 +108,48 @@ class Topology:
             self.pipeline_layout,
         )
 
-    def problems(
-        self, layers: int = 0, heads: int = 0, kv_heads: int = 0, experts: int = 0, expert_ffn: int = 0, ffn: int = 0
-    ) -> list[str]:
-        """Everything that is wrong with this layout for a model of these sizes (0: unknown), one sentence each.
+    def problems(self, **model: int) -> list[str]:
+        """Everything that is wrong with this layout, see `faults`; the last sentence names the nearest legal ones."""
+        found = [fault.text for fault in self.faults(**model)]
+        return [*found, self.neighbours(**model)] if found else []
 
-        The last sentence names the nearest legal layouts of the same world. An empty list means legal.
-        """
-        found = self._world_problems() + self._model_problems(layers, heads, kv_heads, experts, expert_ffn, ffn)
-        if not found:
-            return []
-        model = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "experts": experts}
-        near = self.nearest_legal(**model, expert_ffn=expert_ffn, ffn=ffn)
-        names = "; ".join(other.describe() for other in near)
-        return [*found, f"nearest legal layouts: {names}" if near else f"no layout of {self.world} ranks fits"]
+    def faults(
+        self,
+        layers: int = 0,
+        heads: int = 0,
+        kv_heads: int = 0,
+        experts: int = 0,
+        expert_ffn: int = 0,
+        ffn: int = 0,
+        shared_ffn: int = 0,
+    ) -> list[Fault]:
+        """Everything that is wrong with this layout for a model of these sizes (0: unknown). None means legal."""
+        found = self._world_faults()
+        if min(self.tensor, self.pipeline, self.etp, self.expert) < 1:
+            return found
+        if heads % self.tensor:
+            found.append(Fault("tensor", f"{heads} attention heads are not divisible by tensor {self.tensor}"))
+        if kv_heads and kv_heads % self.tensor and self.tensor % kv_heads:
+            found.append(Fault("tensor", f"{kv_heads} KV heads neither divide nor are divided by tensor {self.tensor}"))
+        if ffn % self.tensor:
+            found.append(Fault("tensor", f"feed-forward size {ffn} is not divisible by tensor {self.tensor}"))
+        if shared_ffn % self.tensor:
+            text = f"shared experts' feed-forward size {shared_ffn} is not divisible by tensor {self.tensor}"
+            found.append(Fault("tensor", text))
+        if experts and experts % self.expert:
+            found.append(Fault("expert", f"{experts} experts are not divisible by expert {self.expert}"))
+        if self.expert > 1 and not experts and layers:
+            text = f"expert {self.expert} needs a mixture-of-experts model; this one has no experts"
+            found.append(Fault("expert", text))
+        if expert_ffn % self.etp:
+            text = f"expert feed-forward size {expert_ffn} is not divisible by expert_tensor {self.etp}"
+            found.append(Fault("expert_tensor", text))
+        return found + (self._stage_faults(layers) if layers else [])
+
+    def neighbours(self, **model: int) -> str:
+        """The nearest legal layouts of the same world in words."""
+        names = "; ".join(other.describe() for other in self.nearest_legal(**model))
+        return f"nearest legal layouts: {names}" if names else f"no layout of {self.world} ranks fits"
 
     def nearest_legal(self, limit: int = 3, **model: int) -> list["Topology"]:
         """The legal layouts of this world that differ least from this one (sum of |log2| of the sizes' ratios)."""
@@ -123,7 +164,7 @@ class Topology:
                 other = replace(other, virtual_pipeline=vpp)
                 if pp != self.pipeline or vpp != self.virtual_pipeline:
                     other = replace(other, first_stage_layers=None, last_stage_layers=None, pipeline_layout=None)
-                if not other._world_problems() and not other._model_problems(**_all_sizes(model)):
+                if not other.faults(**model):
                     candidates.append(other)
         return sorted(candidates, key=lambda other: (self._distance(other), other.describe()))[:limit]
 
@@ -151,7 +192,7 @@ class Topology:
         ]
         return sum(abs(log2(max(a, 1) / b)) for a, b in pairs)
 
-    def _world_problems(self) -> list[str]:
+    def _world_faults(self) -> list[Fault]:
         sizes = {
             "world": self.world,
             "tensor": self.tensor,
@@ -161,50 +202,32 @@ class Topology:
             "expert": self.expert,
             "expert_tensor": self.etp,
         }
-        found = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
+        found = [Fault(name, f"{name} is {size}, must be at least 1") for name, size in sizes.items() if size < 1]
         if found:
             return found
         dense = prod((self.tensor, self.context, self.pipeline))
         if self.world % dense:
-            found.append(
+            text = (
                 f"world {self.world} is not divisible by tensor {self.tensor} x context {self.context} x "
                 f"pipeline {self.pipeline} = {dense}"
             )
+            found.append(Fault("world", text))
         sparse = prod((self.etp, self.expert, self.pipeline))
         if self.world % sparse:
-            found.append(
+            text = (
                 f"world {self.world} is not divisible by expert_tensor {self.etp} x expert {self.expert} x "
                 f"pipeline {self.pipeline} = {sparse}"
             )
+            found.append(Fault("world", text))
         if self.chunks > 1 and self.pipeline == 1:
-            found.append(f"virtual_pipeline {self.chunks} needs pipeline > 1")
+            found.append(Fault("virtual_pipeline", f"virtual_pipeline {self.chunks} needs pipeline > 1"))
         return found
 
-    def _model_problems(
-        self, layers: int, heads: int, kv_heads: int, experts: int, expert_ffn: int, ffn: int
-    ) -> list[str]:
-        found = []
-        if self.tensor < 1 or self.pipeline < 1 or self.etp < 1 or self.expert < 1:
-            return []
-        if heads % self.tensor:
-            found.append(f"{heads} attention heads are not divisible by tensor {self.tensor}")
-        if kv_heads and kv_heads % self.tensor and self.tensor % kv_heads:
-            found.append(f"{kv_heads} KV heads neither divide nor are divided by tensor {self.tensor}")
-        if ffn % self.tensor:
-            found.append(f"feed-forward size {ffn} is not divisible by tensor {self.tensor}")
-        if experts and experts % self.expert:
-            found.append(f"{experts} experts are not divisible by expert {self.expert}")
-        if self.expert > 1 and not experts and layers:
-            found.append(f"expert {self.expert} needs a mixture-of-experts model; this one has no experts")
-        if expert_ffn % self.etp:
-            found.append(f"expert feed-forward size {expert_ffn} is not divisible by expert_tensor {self.etp}")
-        if layers:
+    def _stage_faults(self, layers: int) -> list[Fault]:
+        tried = [("pipeline", replace(self, virtual_pipeline=None)), ("virtual_pipeline", self)]
+        for size, layout in tried if self.pipeline_layout is None else [("pipeline_layout", self)]:
             try:
-                self.stages(layers)
+                layout.stages(layers)
             except ValueError as error:
-                found.append(str(error))
-        return found
-
-
-def _all_sizes(model: dict[str, int]) -> dict[str, int]:
-    return {name: model.get(name, 0) for name in ("layers", "heads", "kv_heads", "experts", "expert_ffn", "ffn")}
+                return [Fault(size, str(error))]
+        return []

@@ -6,6 +6,7 @@ from functools import lru_cache
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.slices import Layout, Slice
 from megatron_dapo.models.tables import ExpertNames, expert_names, hf_shapes
+from megatron_dapo.parallel.topology import LayoutError
 
 VOCAB_MULTIPLE = 64  # vLLM pads embedding and head to a multiple of this
 FUSED = {
@@ -23,13 +24,20 @@ COLUMNS = {"o_proj", "down_proj"}
 def rollout_layouts(arch: Architecture, tensor_parallel_size: int, expert_parallel: bool = False) -> list[Layout]:
     """The layout of every tensor-parallel rank of one engine. With `expert_parallel` experts are whole on their rank.
 
-    Raises ValueError naming what does not divide.
+    Raises LayoutError naming what does not divide.
     """
     check_divides(arch, tensor_parallel_size, expert_parallel)
     return [tuple(rank_slices(arch, tensor_parallel_size, r, expert_parallel)) for r in range(tensor_parallel_size)]
 
 
 def check_divides(arch: Architecture, tp: int, expert_parallel: bool) -> None:
+    """Raises LayoutError naming what an engine of this size would not divide."""
+    if wrong := undivided(arch, tp, expert_parallel):
+        raise LayoutError(f"rollout.tensor_parallel_size={tp} does not divide " + ", nor ".join(wrong))
+
+
+def undivided(arch: Architecture, tp: int, expert_parallel: bool) -> list[str]:
+    """What of this model vLLM cannot cut into `tp` parts."""
     divides = {f"the {arch.heads} attention heads": arch.heads % tp == 0}
     if not arch.latent:
         fits = arch.kv_heads % tp == 0 if arch.kv_heads >= tp else tp % arch.kv_heads == 0
@@ -39,9 +47,7 @@ def check_divides(arch: Architecture, tp: int, expert_parallel: bool) -> None:
         divides[f"the {arch.experts} experts"] = arch.experts % tp == 0
     elif arch.mixture is not None:
         divides[f"the expert width {arch.mixture.ffn}"] = arch.mixture.ffn % tp == 0
-    wrong = [name for name, fits in divides.items() if not fits]
-    if wrong:
-        raise ValueError(f"rollout.tensor_parallel_size={tp} does not divide " + ", nor ".join(wrong))
+    return [name for name, fits in divides.items() if not fits]
 
 
 def padded_vocab(arch: Architecture) -> int:

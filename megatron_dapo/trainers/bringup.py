@@ -1,6 +1,7 @@
 """From a configuration to a rank that stands: architecture, layout, world; and to the driver's Run."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,23 +9,26 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dapo.algorithms import DynamicSampler, check_inputs, kl_controller
-from megatron_dapo.config import Config, ModelNumbers, check_model, check_world
+from megatron_dapo.config import Config, ConfigError, ModelNumbers, Problem, check_world, model_problems
+from megatron_dapo.config.model import topology_of as layout_of
 from megatron_dapo.data.dataset import PromptDataset, PromptLoader, PromptOptions
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.errors import UserError
 from megatron_dapo.metrics import Trackers
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.hf_files import HFWeights
-from megatron_dapo.models.tables import hf_shapes
+from megatron_dapo.models.tables import hf_shapes, layout_sizes
 from megatron_dapo.parallel.determinism import be_deterministic
 from megatron_dapo.parallel.groups import init_distributed
 from megatron_dapo.parallel.topology import Topology
+from megatron_dapo.resharding.rollout_layout import undivided
 from megatron_dapo.rewards import RewardManager
 from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.runtime.group import LocalWorkerGroup, TorchrunWorkerGroup, WorkerGroup, control_group
 from megatron_dapo.trainers.checkpoints import CheckpointStore, step_of, verify
 from megatron_dapo.trainers.dispatch import Dispatcher
 from megatron_dapo.trainers.dump import RolloutDump
+from megatron_dapo.trainers.efficiency import linear_cost
 from megatron_dapo.trainers.expert_load import ExpertLoad
 from megatron_dapo.trainers.generation import Generator, training_sampling, validation_sampling
 from megatron_dapo.trainers.run import Run
@@ -45,25 +49,15 @@ def topology_of(config: Config, world: int | None = None) -> Topology:
     """
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     check_world(config, world)
-    parallel = config.parallel
-    return Topology(
-        world=world,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=config.derived.expert_tensor,
-        first_stage_layers=parallel.first_stage_layers,
-        last_stage_layers=parallel.last_stage_layers,
-        pipeline_layout=parallel.pipeline_layout,
-    )
+    return layout_of(config.parallel, world)
 
 
-def checked_architecture(config: Config) -> Architecture:
-    """The model's architecture, after checking that the layout fits it and that its weights are all there."""
+def checked_architecture(config: Config, world: int | None = None) -> Architecture:
+    """The model's architecture, after checking that both layouts fit it and that its weights are all there."""
     arch = Architecture.from_dir(config.model.path)
-    check_model(config, model_numbers(arch))
+    numbers = model_numbers(arch)
+    if problems := [*model_problems(config, numbers, world), *_engine_problems(config, arch)]:
+        raise ConfigError(problems)
     with HFWeights(Path(config.model.path)) as weights:
         for name in hf_shapes(arch):
             weights.file_of(name)  # raises for a tensor that no file has
@@ -72,17 +66,15 @@ def checked_architecture(config: Config) -> Architecture:
 
 def model_numbers(arch: Architecture) -> ModelNumbers:
     """The architecture in the words of the configuration's checks."""
-    mixture = arch.mixture
-    return ModelNumbers(
-        layers=arch.layers,
-        heads=arch.heads,
-        kv_heads=arch.kv_heads,
-        ffn=arch.ffn,
-        experts=arch.experts,
-        topk=mixture.topk if mixture else 0,
-        expert_ffn=mixture.ffn if mixture else 0,
-        max_positions=arch.max_positions,
-    )
+    topk = arch.mixture.topk if arch.mixture else 0
+    return ModelNumbers(**layout_sizes(arch), topk=topk, max_positions=arch.max_positions)
+
+
+def _engine_problems(config: Config, arch: Architecture) -> Iterator[Problem]:
+    key, tensor = "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size
+    expert_parallel = bool(config.rollout.engine_kwargs.get("enable_expert_parallel"))
+    if wrong := undivided(arch, tensor, expert_parallel):
+        yield Problem(key, tensor, f"Does not divide {', nor '.join(wrong)}.")
 
 
 def join_world(config: Config, topology: Topology) -> dist.ProcessGroup | None:
@@ -99,7 +91,8 @@ def _enter_world(config: Config, topology: Topology) -> None:
 
 def build_worker(config: Config, total_steps: int) -> Worker:
     """This rank, in a world that its environment describes and that the driver is no part of: a Ray actor."""
-    topology, arch = topology_of(config), checked_architecture(config)
+    topology = topology_of(config)
+    arch = checked_architecture(config, topology.world)
     _enter_world(config, topology)
     return Worker(config, arch, topology, rank(), total_steps)
 
@@ -157,6 +150,13 @@ def estimator_inputs(config: Config) -> set[str]:
     return available
 
 
+def dispatcher(config: Config, arch: Architecture, topology: Topology) -> Dispatcher:
+    """How this run's rows are shared out, by what they cost under this architecture."""
+    return Dispatcher(
+        topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch, linear_cost(arch)
+    )
+
+
 def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: Inputs, stop: StopRequest) -> Run:
     """The driver's Run over ranks that stand."""
     directory = Path(config.trainer.default_local_dir)
@@ -170,12 +170,7 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         config=config,
         arch=arch,
         directory=directory,
-        ranks=Ranks(
-            group,
-            Dispatcher(topology, config.actor.max_tokens_per_micro_batch, config.trainer.balance_batch),
-            hosts,
-            device=group.call("device_name")[0],
-        ),
+        ranks=Ranks(group, dispatcher(config, arch, topology), hosts, device=group.call("device_name")[0]),
         generate=Generator(group, hosts, config.trainer.seed),
         tokenizer=inputs.tokenizer,
         loader=PromptLoader(inputs.train, seed=data.seed, shuffle=data.shuffle),

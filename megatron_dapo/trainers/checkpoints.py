@@ -60,16 +60,24 @@ class CheckpointStore:
         return sorted(int(name) for name in names if name.isdigit())
 
     def latest(self, warn: Callable[[str], object] = print, *, since: float = 0.0) -> int | None:
-        """The newest step, of those saved after `since`, whose files are all there and whole.
+        """The step that the pointer names, or else the newest; of those saved after `since` with all files whole.
 
         A damaged one is passed over with a warning.
         """
-        for step in reversed([step for step in self.steps() if self.path(step).stat().st_mtime >= since]):
+        pointed = self.pointed()
+        saved = [step for step in self.steps() if self.path(step).stat().st_mtime >= since]
+        for step in sorted(saved, key=lambda step: (step == pointed, step), reverse=True):
             damage = verify(self.path(step))
             if damage is None:
                 return step
-            warn(f"checkpoint {self.path(step)} is damaged ({damage}); trying the one before")
+            warn(f"checkpoint {self.path(step)} is damaged ({damage}); trying another")
         return None
+
+    def pointed(self) -> int | None:
+        """The step in `latest_checkpointed_iteration.txt`, which moves only when a checkpoint is durable."""
+        file = self.root / TRACKER
+        text = file.read_text().strip() if file.is_file() else ""
+        return int(text) if text.isdigit() else None
 
     def _prune(self, newest: int) -> None:
         if self.keep is not None:

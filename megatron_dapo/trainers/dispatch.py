@@ -14,7 +14,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_dapo.data.packing import plan_micro_batches
+from megatron_dapo.data.packing import LINEAR_COST, plan_micro_batches
+from megatron_dapo.engine.packed import pack_multiple, sequence_multiple
 from megatron_dapo.engine.routing import RowRouting, stack_layers
 from megatron_dapo.parallel.topology import Topology
 
@@ -25,28 +26,31 @@ SEQUENCE_FIELDS = ("prompts", "prompt_length", "responses", "response_length")
 
 @dataclass(frozen=True)
 class Dispatcher:
-    """`max_tokens` bounds the tokens of one micro-batch on one rank; context parallelism shares a sequence.
+    """`max_tokens` bounds the tokens of one packed micro-batch, alignment included, before context ranks cut it.
 
-    With `balance` data-parallel ranks get rows of equal cost, without it equally many in the order of the batch.
+    With `balance` data-parallel ranks get rows of equal cost, without it equally many in the order of the batch. A row
+    of L tokens costs `linear_cost`·L + L².
     """
 
     topology: Topology
     max_tokens: int
     balance: bool = True
+    linear_cost: float = LINEAR_COST
 
     def plan(self, lengths: Int[Tensor, "b"]) -> Plan:
         """Every data-parallel rank gets balanced work in equally many micro-batches, each within the bound."""
-        context = self.topology.context
-        multiple = 2 * context if context > 1 else 1
+        context, tensor = self.topology.context, self.topology.tensor
+        multiple, whole = sequence_multiple(context), pack_multiple(context, tensor)
         padded = (lengths + multiple - 1) // multiple * multiple
         in_order = [part.tolist() for part in torch.arange(len(padded)).tensor_split(self.topology.data)]
         return plan_micro_batches(
             padded.tolist(),
             self.topology.data,
-            self.max_tokens * context,
+            self.max_tokens // whole * whole,  # what packing adds at the end then stays within the bound
             assigned=None if self.balance else in_order,
             # the interleaved schedule runs its micro-batches in rounds of one per stage
             multiple_of=self.topology.pipeline if self.topology.virtual_pipeline else 1,
+            a=self.linear_cost,
         )
 
     def shares(
@@ -113,12 +117,15 @@ def _routing(of_rows: Sequence[Int[Tensor, "n layers k"]]) -> dict[str, Tensor]:
 
 
 def _padding(batch: TensorDict, replay: str | None) -> TensorDict:
-    """One sequence of a prompt token and a response token that no loss counts: it keeps collectives in step."""
+    """One sequence of a prompt token and a response token that neither losses nor routers count: collectives stay in
+    step with the other ranks'.
+    """
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     one = {name: value[:1] if value.dim() == 1 else value[:1, :1] for name, value in tensors.items()}
     padding = TensorDict({name: torch.zeros_like(value) for name, value in one.items()}, batch_size=[1])
     padding["prompt_length"] = torch.ones(1, dtype=torch.long)
     padding["response_length"] = torch.ones(1, dtype=torch.long)
+    padding["is_padding"] = torch.ones(1, dtype=torch.bool)
     return padding if replay is None else padding.update(_routing([batch[replay][0][:1]]))
 
 

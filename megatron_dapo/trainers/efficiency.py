@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from megatron_dapo.config import Config
 from megatron_dapo.data.types import Group
 from megatron_dapo.metrics import Metrics, MlaDims, ModelDims, efficiency_metrics, peak_tflops
+from megatron_dapo.metrics.efficiency import forward_flops
 from megatron_dapo.models.architecture import Architecture
 
 
@@ -28,6 +29,13 @@ def model_dims(arch: Architecture, head: int | None = None) -> ModelDims:
         if latent
         else None,
     )
+
+
+def linear_cost(arch: Architecture) -> float:
+    """a / b of a sequence's cost a·L + b·L²: its matrices' FLOPs against its attention's, for `data.packing`."""
+    one, two = (forward_flops(model_dims(arch), [length]) for length in (1, 2))
+    half_pair = (two - 2 * one) / 2  # a·L + p·L·(L+1)/2, so b = p/2 and a = one - b
+    return (one - half_pair) / half_pair
 
 
 def stage_efficiency(

@@ -10,8 +10,10 @@ from megatron_dapo.config import (
     check_model,
     check_world,
     load_config,
+    model_problems,
     validate,
 )
+from megatron_dapo.config.model import topology_of
 
 
 def nested(flat: dict) -> dict:
@@ -39,6 +41,8 @@ CASES = [
     ({"actor.ppo_mini_batch_size": 1024}, "actor.ppo_mini_batch_size", "512"),
     ({"critic.ppo_mini_batch_size": 100, "algorithm.adv_estimator": "gae"}, "critic.ppo_mini_batch_size", "64 or 128"),
     ({"data.max_response_length": 20480}, "actor.max_tokens_per_micro_batch", "at least 20992"),
+    ({"data.max_response_length": 15873, "parallel.context": 4, "parallel.tensor": 2},
+     "actor.max_tokens_per_micro_batch", "at least 16392"),
     ({"rollout.agent.max_turns": 3}, "rollout.agent.max_turns", "one turn"),
     ({"data.gen_batch_size": 1024}, "data.gen_batch_size", "thrown away"),
     ({"algorithm.filter_groups.enable": True, "rollout.n": 1}, "rollout.n", "at least 2"),
@@ -132,6 +136,9 @@ def test_a_command_requires_its_own_files_only():
     assert set(found({}, "train")) == {"model.path", "data.train_files"}
     assert set(found({}, "sft")) == {"model.path", "sft.train_files"}
     assert found({"model.path": "m", "sft.train_files": "a"}, "sft") == {}
+    assert set(found({"model.path": "m", "sft.train_files": "a", "sft.max_length": 16385}, "sft")) == {
+        "actor.max_tokens_per_micro_batch"
+    }
 
 
 def test_types_and_contradictions_are_reported_together_without_echoes():
@@ -160,19 +167,23 @@ def test_check_world():
 
 QWEN3_30B = ModelNumbers(layers=48, heads=32, kv_heads=4, experts=128, topk=8, expert_ffn=768, max_positions=40960)
 DENSE = ModelNumbers(layers=64, heads=40, kv_heads=8, ffn=27648, max_positions=32768)
+SHARED = ModelNumbers(layers=4, heads=8, kv_heads=8, ffn=64, experts=8, topk=2, expert_ffn=32, shared_ffn=6)
 MODEL_CASES = [
-    (QWEN3_30B, {"parallel.tensor": 8}, "parallel.tensor", "1, 2, 4"),
-    (QWEN3_30B, {"parallel.expert": 48}, "parallel.expert", "32, 64"),
-    (QWEN3_30B, {"parallel.expert_tensor": 5}, "parallel.expert_tensor", "4"),
-    (QWEN3_30B, {"rollout.tensor_parallel_size": 3}, "rollout.tensor_parallel_size", "2, 4"),
+    (QWEN3_30B, {"parallel.tensor": 6}, "parallel.tensor", "4 KV heads"),
+    (QWEN3_30B, {"parallel.tensor": 6}, "parallel", "Nearest legal layouts: tensor 2"),
+    (QWEN3_30B, {"parallel.expert": 48}, "parallel.expert", "128 experts"),
+    (QWEN3_30B, {"parallel.expert": 48, "parallel.world_size": 48}, "parallel", "expert 16"),
+    (QWEN3_30B, {"parallel.expert_tensor": 5}, "parallel.expert_tensor", "size 768"),
     (QWEN3_30B, {"parallel.pipeline": 5}, "parallel.pipeline", "48 layers"),
     (QWEN3_30B, {"parallel.pipeline": 4, "parallel.virtual_pipeline": 5}, "parallel.virtual_pipeline", "12"),
+    (QWEN3_30B, {"parallel.pipeline": 2, "parallel.pipeline_layout": "Et*40|t*4L"}, "parallel.pipeline_layout", "44 layers"),
+    (SHARED, {"parallel.tensor": 4}, "parallel.tensor", "Shared experts' feed-forward size 6"),
     (QWEN3_30B, {"parallel.tensor": 2, "parallel.sequence_parallel": False}, "parallel.sequence_parallel", "null or true"),
     (DENSE, {"parallel.expert": 2}, "parallel.expert", "no experts"),
     (DENSE, {"model.router_replay": "R3"}, "model.router_replay", "no router"),
     (DENSE, {"data.max_response_length": 40000}, "data.max_response_length", "32768"),
     (DENSE, {"parallel.pipeline": 2, "parallel.first_stage_layers": 32, "parallel.last_stage_layers": 31},
-     "parallel.pipeline", "1 layers left by first/last stage (63 of 64)"),
+     "parallel.pipeline", "1 layers for 0 even stages"),
 ]  # fmt: skip
 
 
@@ -182,6 +193,21 @@ def test_model_does_not_fit(numbers: ModelNumbers, flat: dict, key: str, words: 
         check_model(build(nested(flat)), numbers)
     texts = {problem.key: problem.text for problem in caught.value.problems}
     assert words in texts[key], texts
+
+
+def test_one_error_lists_what_is_wrong_with_layout_model_and_rest():
+    flat = {"parallel.tensor": 3, "parallel.pipeline": 5, "data.max_response_length": 40000}
+    keys = {problem.key for problem in model_problems(build(nested(flat)), DENSE, world=15)}
+    assert keys == {"parallel.tensor", "parallel.pipeline", "parallel", "data.max_response_length"}
+
+
+@pytest.mark.parametrize("world", [8, 16])
+def test_what_is_accepted_is_what_the_engine_takes(world):
+    """Key/value heads may be fewer than tensor-parallel ranks, as in tests/distributed/test_layout_parity.py."""
+    config = build(nested({"parallel.tensor": 8}))
+    check_model(config, QWEN3_30B, world)
+    sizes = {"layers": 48, "heads": 32, "kv_heads": 4, "experts": 128, "expert_ffn": 768}
+    assert topology_of(config.parallel, world).problems(**sizes) == []
 
 
 def test_model_fits():

@@ -82,6 +82,17 @@ def test_one_override(theirs: str, ours: str):
     assert translate_verl([theirs]).overrides == (ours,)
 
 
+def test_tokens_per_gpu_become_tokens_before_the_cut_over_context_ranks():
+    prefix = "actor_rollout_ref.actor."
+    script = [prefix + "ppo_max_token_len_per_gpu=8192", prefix + "megatron.context_parallel_size=4",
+              "critic.ppo_max_token_len_per_gpu=1000"]  # fmt: skip
+    assert translate_verl(script).overrides == (
+        "actor.max_tokens_per_micro_batch=32768",
+        "parallel.context=4",
+        "critic.max_tokens_per_micro_batch=4000",
+    )
+
+
 def test_unknown_keys_of_verl_are_all_named():
     with pytest.raises(ConfigError) as caught:
         translate_verl(["actor_rollout_ref.model.lora_rank=8", "trainer.v1.nonsense=1", "rollout.n=2"])

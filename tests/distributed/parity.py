@@ -4,7 +4,7 @@ Gradients and parameters of every rank are looked up in the single rank's result
 so that every shard of every copy on every rank is compared, and the table itself with it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +98,7 @@ def run_case(case: Case, hf_dir: str, reference: str) -> Outcome | None:
     return _compare(found, torch.load(reference, weights_only=False))
 
 
-def engine_of(case: Case, hf_dir: str, steps: int = STEPS) -> tuple[Any, Any]:
+def engine_of(case: Case, hf_dir: str, steps: int = STEPS, value_head: bool = False) -> tuple[Any, Any]:
     """A trainable engine in this case's layout, and what this rank of it holds, in Hugging Face's space."""
     from megatron_dapo.config.model import ModelConfig, ParallelConfig
     from megatron_dapo.config.training import OptimConfig
@@ -113,10 +113,9 @@ def engine_of(case: Case, hf_dir: str, steps: int = STEPS) -> tuple[Any, Any]:
     topology = topology_of(parallel, dist.get_world_size())
     init_distributed(topology, seed=1)
     model = ModelConfig(path=hf_dir, **({"dtype": "float32"} | case.settings))
-    engine = MegatronEngine(
-        arch, model, parallel, topology, hf_dir=Path(hf_dir), optim=OptimConfig(**OPTIM), total_steps=steps
-    )
-    return engine, megatron_slices(arch, topology, dist.get_rank())
+    given = dict(hf_dir=Path(hf_dir), optim=OptimConfig(**OPTIM), total_steps=steps, value_head=value_head)
+    engine = MegatronEngine(arch, model, parallel, topology, **given)
+    return engine, megatron_slices(arch, topology, dist.get_rank(), value_head=value_head)
 
 
 def _train(case: Case, hf_dir: str) -> dict[str, Any]:
@@ -201,6 +200,11 @@ def boxes(layout: Any, storage: dict[str, Tensor]) -> dict[tuple[Any, ...], Tens
     }
 
 
+def worst(differences: Iterable[float]) -> float:
+    """The largest, 0 of none; NaN where one is, which `max` may pass over."""
+    return float(torch.tensor([0.0, *differences], dtype=torch.float64).max())
+
+
 def _row_difference(a: Tensor, b: Tensor) -> float:
     """Of one row, whatever width its micro-batch had (zeros beyond its end)."""
     width = max(len(a), len(b))
@@ -210,17 +214,17 @@ def _row_difference(a: Tensor, b: Tensor) -> float:
 
 def _compare(found: dict[str, Any], reference: dict[str, Any]) -> Outcome:
     rows = found["log_probs"].items()
-    log_probs = max([0.0] + [_row_difference(value, reference["log_probs"][row]) for row, value in rows])
+    log_probs = worst(_row_difference(value, reference["log_probs"][row]) for row, value in rows)
     gradient, gradient_at = _largest(found["gradients"], reference["gradients"], relative=True)
     parameter, parameter_at = _largest(found["parameters"], reference["parameters"], relative=False)
     return Outcome(
         log_probs=log_probs,
-        loss=max(abs(a - b) for a, b in zip(found["loss"], reference["loss"], strict=True)),
+        loss=worst(abs(a - b) for a, b in zip(found["loss"], reference["loss"], strict=True)),
         gradient=gradient,
         gradient_at=gradient_at,
         gradient_l2=_distance(found["gradients"], reference["gradients"]),
-        grad_norm=max(abs(a / b - 1) for a, b in zip(found["grad_norm"], reference["grad_norm"], strict=True)),
-        logged=max([0.0, *(abs(a - b) for a, b in zip(found["logged"], reference["logged"], strict=True))]),
+        grad_norm=worst(abs(a / b - 1) for a, b in zip(found["grad_norm"], reference["grad_norm"], strict=True)),
+        logged=worst(abs(a - b) for a, b in zip(found["logged"], reference["logged"], strict=True)),
         parameter=parameter,
         parameter_at=parameter_at,
     )
@@ -247,15 +251,17 @@ def _largest(
 ) -> tuple[float, str]:
     """Largest |difference|; relative to the largest |value| of the whole HF tensor."""
     whole = _whole(reference)
-    worst, where = 0.0, ""
+    largest, where = 0.0, ""
     for (name, offset, shape, param), value in found.items():
         expected = whole[name][tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
         difference = (value - expected).abs().max().item()
         if relative:
             difference /= whole[name].abs().max().item() + 1e-12
-        if not difference <= worst:
-            worst, where = difference, param
-    return worst, where
+        if not difference <= largest:
+            largest, where = difference, param
+        if difference != difference:
+            break
+    return largest, where
 
 
 def _distance(found: dict[tuple[Any, ...], Tensor], reference: dict[tuple[Any, ...], Tensor]) -> float:

@@ -1,10 +1,13 @@
 """Every layout trains the same: log-probs, losses, each gradient, norms and parameters after three optimizer steps equal
 one rank's, for shards on 2, 4 and 8 gloo ranks. And each repair of a silent error is shown to matter."""
 
+from math import isnan, nan
+
 import pytest
+import torch
 
 from megatron_dapo.parallel.host_fixes import Version, megatron_version
-from tests.distributed.parity import Case, Outcome, run_case
+from tests.distributed.parity import Case, Outcome, _largest, run_case, worst
 from tests.distributed.pool import RankPool
 from tests.models.hf_models import saved
 
@@ -107,20 +110,30 @@ def references(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):
     return reference
 
 
+def test_a_nan_is_the_worst():
+    """`max` passes over it, depending on its place."""
+    assert worst([]) == 0 and worst([1.0, 2.0]) == 2 and all(isnan(worst(x)) for x in ([nan, 1.0], [1.0, nan]))
+    at = {("a", (0,), (1,), "p"): torch.tensor([1.0]), ("b", (0,), (1,), "q"): torch.tensor([1.0])}
+    found = {key: value + nan if key[0] == "a" else value + 1 for key, value in at.items()}
+    assert isnan(_largest(found, at, relative=True)[0])
+
+
 def outcome(ranks: RankPool, references, case: Case, world: int) -> Outcome:
     """The worst of all ranks, number by number."""
     found = ranks.run(run_case, world, case, str(saved(case.model)), references(case))
-    worst = max(found, key=lambda o: o.gradient)
+    gradient, parameter = (
+        max(found, key=lambda o: (isnan(vars(o)[name]), vars(o)[name])) for name in ("gradient", "parameter")
+    )
     return Outcome(
-        log_probs=max(o.log_probs for o in found),
-        loss=max(o.loss for o in found),
-        gradient=worst.gradient,
-        gradient_at=worst.gradient_at,
-        gradient_l2=max(o.gradient_l2 for o in found),
-        grad_norm=max(o.grad_norm for o in found),
-        logged=max(o.logged for o in found),
-        parameter=max(o.parameter for o in found),
-        parameter_at=max(found, key=lambda o: o.parameter).parameter_at,
+        log_probs=worst(o.log_probs for o in found),
+        loss=worst(o.loss for o in found),
+        gradient=gradient.gradient,
+        gradient_at=gradient.gradient_at,
+        gradient_l2=worst(o.gradient_l2 for o in found),
+        grad_norm=worst(o.grad_norm for o in found),
+        logged=worst(o.logged for o in found),
+        parameter=parameter.parameter,
+        parameter_at=parameter.parameter_at,
     )
 
 
@@ -142,7 +155,7 @@ def test_layout_equals_one_rank(ranks, references, world, case):
 def test_gradient_does_not_depend_on_how_the_work_is_split(ranks, references, world, case):
     found = outcome(ranks, references, case, world)
     assert found.gradient_l2 <= 1e-6, found
-    assert found.gradient <= 1e-5, found
+    assert found.gradient <= 3e-6, found  # of the largest entry; float32 sums in another order give 1.7e-6
     assert found.log_probs <= 1e-5 and found.grad_norm <= 1e-6 and found.loss <= 1e-6, found
 
 

@@ -139,3 +139,28 @@ def test_replay_in_any_layout(ranks, recorded, alone, case):
     for found in results:
         assert torch.equal(found["counts"], alone["counts"])
         assert _largest_difference(found["gradients"], alone["gradients"]) < 1e-5
+
+
+def _step_with_padding(hf_dir: str, padding: bool) -> tuple[Tensor, list[Tensor], float]:
+    """One step, perhaps with a micro-batch of padding: choices counted, expert biases afterwards, gradient norm."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    losses = dict(load_balancing="aux_loss", aux_loss_coeff=0.5, z_loss_coeff=0.05, expert_bias_update_rate=1e-2)
+    engine, _ = engine_of(Case("padded", "deepseek_v3", settings={"moe": losses}), hf_dir)
+    rows = make_rows(engine.arch.vocab, even=False)
+    nothing = rows[:1].clone()
+    nothing["is_padding"], nothing["response_mask"] = torch.tensor([True]), torch.zeros_like(nothing["response_mask"])
+    engine.set_step(1)
+    micro = [rows, nothing] if padding else [rows]
+    result = engine.train_step(micro, weighted_loss(100), ["log_probs", "entropy"], record=True)
+    routers = [module for module in engine.chunks[0].modules() if isinstance(module, TopKRouter)]
+    return engine.expert_counts(), [router.expert_bias for router in routers], result.grad_norm
+
+
+def test_padding_counts_in_no_router(ranks):
+    """Neither in the counts nor in the experts' bias; and a loss over no tokens is 0, not NaN."""
+    (counts, biases, _), (with_padding, same, norm) = (
+        ranks.run(_step_with_padding, 1, str(saved("deepseek_v3")), padding)[0] for padding in (False, True)
+    )
+    assert torch.equal(with_padding, counts) and 0 < norm < float("inf")
+    assert all(torch.equal(a, b) and bool(b.any()) for a, b in zip(same, biases, strict=True))

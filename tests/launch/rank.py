@@ -8,7 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_dapo.runtime.failure import StopRequest, ignore_stop_signals
+from megatron_dapo.errors import UserError
+from megatron_dapo.runtime.failure import StopRequest, ignore_stop_signals, run_rank
+
+
+def refuse() -> None:
+    raise UserError("parallel.tensor=3: use 2")
 
 
 def main() -> int:
@@ -27,6 +32,9 @@ def main() -> int:
         while not (done.exists() or failed.exists()):  # as a rank sees a dead peer by its closed socket
             time.sleep(0.1)
         return 0 if done.exists() else 1
+    if os.environ.get("FAIL_FIRST") == "user":
+        failed.touch()
+        run_rank(refuse)
     if os.environ.get("FAIL_FIRST") == "1" and restart == 0:
         failed.touch()
         return 1

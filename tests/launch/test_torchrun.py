@@ -148,6 +148,13 @@ def test_a_failed_rank_restarts_the_world(tmp_path: Path, nodes: list):
     assert "note: trainer.save_freq" not in output  # the demo saves
 
 
+def test_what_the_user_must_mend_is_not_restarted(tmp_path: Path, nodes: list):
+    nodes.append(start(CONFIG, environment(tmp_path, NPROC_PER_NODE="2", FAIL_FIRST="user", MAX_RESTARTS="2")))
+    output = nodes[0].communicate(timeout=180)[0]
+    assert nodes[0].returncode == 2 and "restart" not in output, output
+    assert output.count("parallel.tensor=3: use 2") == 1
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGUSR1, "file"])
 def test_a_request_to_stop_reaches_rank_zero_once(how, tmp_path: Path, nodes: list):
     nodes.append(start(CONFIG, environment(tmp_path, NPROC_PER_NODE="2", STEPS="1000")))

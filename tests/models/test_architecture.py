@@ -52,6 +52,11 @@ def test_old_and_new_rope_spelling_agree():
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("deepseek_v3", {"topk_group": 1}, "topk_group"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'linear' with latent attention",
+        ),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ],
 )

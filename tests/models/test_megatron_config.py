@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_dapo.config.model import ModelConfig, MoEConfig, ParallelConfig
+from megatron_dapo.errors import UserError
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.megatron_config import transformer_config
 from megatron_dapo.parallel.capabilities import capabilities
@@ -56,18 +57,18 @@ def test_uneven_stages_become_an_explicit_layout():
 
 def test_pass_through():
     assert config(megatron={"attention_dropout": 0.1}).attention_dropout == 0.1
-    with pytest.raises(ValueError, match=r"model\.megatron\.atention_dropout.*nearest is attention_dropout"):
+    with pytest.raises(UserError, match=r"model\.megatron\.atention_dropout.*nearest is attention_dropout"):
         config(megatron={"atention_dropout": 0.1})
-    with pytest.raises(ValueError, match=r"model\.megatron\.hidden_size=64.*config\.json"):
+    with pytest.raises(UserError, match=r"model\.megatron\.hidden_size=64.*config\.json"):
         config(megatron={"hidden_size": 64})
 
 
 def test_experts_with_tensor_parallelism_need_sequence_parallelism():
-    with pytest.raises(ValueError, match="sequence_parallel=false"):
+    with pytest.raises(UserError, match="sequence_parallel=false"):
         config(parallel=ParallelConfig(tensor=2, sequence_parallel=False))
     assert not config("llama", parallel=ParallelConfig(tensor=2, sequence_parallel=False)).sequence_parallel
 
 
 def test_illegal_layout():
-    with pytest.raises(ValueError, match="8 experts are not divisible by expert 3"):
+    with pytest.raises(UserError, match="8 experts are not divisible by expert 3"):
         config(parallel=ParallelConfig(expert=3))

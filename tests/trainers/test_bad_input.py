@@ -113,6 +113,11 @@ def test_layouts_that_do_not_fit(demo, monkeypatch):
     refuses(overrides(demo, "parallel.world_size=3", "parallel.expert=3"), "parallel.expert", "8")
 
 
+def test_both_layouts_are_checked_at_once(demo):
+    words = overrides(demo, "parallel.world_size=1", "parallel.tensor=1", "rollout.tensor_parallel_size=3")
+    refuses(words, "rollout.tensor_parallel_size", "the 4 attention heads", "the expert width 128")
+
+
 def test_batches_that_do_not_divide(demo):
     refuses(overrides(demo, "data.train_batch_size=10", "actor.ppo_mini_batch_size=4"), "train_batch_size", "10", "4")
 

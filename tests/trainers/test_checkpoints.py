@@ -71,6 +71,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(store, damage)
     assert "global_step_2" in warnings[0]
 
 
+def test_the_pointer_decides_until_what_it_names_is_gone(store):
+    for step in (1, 2, 3):
+        write(store, step)
+    (store.root / TRACKER).write_text("2\n")  # as after a crash before it moved, or by hand
+    assert store.latest() == 2
+    for text in ("7", "release", ""):
+        (store.root / TRACKER).write_text(text)
+        assert store.latest() == 3
+    (store.root / TRACKER).unlink()
+    assert store.latest() == 3
+
+
 def test_nothing_to_resume_is_none(store):
     assert store.latest() is None
 
