@@ -25,7 +25,7 @@ from megatron_dapo.config.model import ModelConfig, ParallelConfig
 from megatron_dapo.config.training import OptimConfig
 from megatron_dapo.engine.optimizer import build_optimizer, build_scheduler
 from megatron_dapo.engine.packed import PackedMicroBatch, pack_rows, unpack, whole_context
-from megatron_dapo.engine.router_losses import padding_mask, take_router_losses
+from megatron_dapo.engine.router_losses import expert_bias, padding_mask, take_router_losses
 from megatron_dapo.engine.routing import LocalChoice, Routers, RowRouting, expert_counts, to_rows
 from megatron_dapo.metrics import Metrics, reduce
 from megatron_dapo.models.architecture import Architecture
@@ -195,6 +195,7 @@ class MegatronEngine:
         _, grad_norm, _ = optimizer.step()
         role = "critic" if self.value_head else "actor"
         routers = take_router_losses(self.config, len(micro_batches), role)
+        routers |= expert_bias(self.chunks, self.config, role)
         return StepResult(reduce(metrics) | routers, float(grad_norm), self.lr)
 
     def _run(
