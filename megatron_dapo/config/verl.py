@@ -123,6 +123,8 @@ DROPPED = {
     "actor_rollout_ref.model.use_liger": "Megatron-core's own kernels are used",
     "actor_rollout_ref.model.enable_activation_offload": "set model.recompute",
     "actor_rollout_ref.ref.": _ONE_LAYOUT,
+    "algorithm.filter_groups.max_inflight_gen_batches": "the sync mode has one under way, the others as many groups as "
+    "trainer.num_warmup_batches says",
     "critic.megatron.": _ONE_LAYOUT,
     "critic.model.": _ONE_LAYOUT,
     "critic.strategy": "training is Megatron-core's",

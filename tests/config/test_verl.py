@@ -93,6 +93,11 @@ def test_tokens_per_gpu_become_tokens_before_the_cut_over_context_ranks():
     )
 
 
+def test_a_key_that_nothing_reads_is_left_out_with_the_reason():
+    found = translate_verl(["algorithm.filter_groups.max_inflight_gen_batches=4"])
+    assert found.overrides == () and "trainer.num_warmup_batches" in found.text()
+
+
 def test_unknown_keys_of_verl_are_all_named():
     with pytest.raises(ConfigError) as caught:
         translate_verl(["actor_rollout_ref.model.lora_rank=8", "trainer.v1.nonsense=1", "rollout.n=2"])
