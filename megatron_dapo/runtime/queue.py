@@ -51,7 +51,7 @@ class Queue:
 
     @classmethod
     def open(cls, storage_units: int = 1, partition: str = "train") -> "Queue":
-        """Start controller and storage units in the Ray that this process is connected to, which has room for one queue.
+        """Start controller and storage units in the Ray that this process is connected to: it has room for one queue.
 
         Raises UserError where another run's queue stands there.
         """

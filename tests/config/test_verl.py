@@ -65,6 +65,10 @@ def test_load_config_accepts_old_spellings_with_a_note(caplog):
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full", "model.recompute=full"),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_permute_fusion=True",
          "model.megatron.moe_permute_fusion=True"),
+        ("+actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True",
+         "model.megatron_ddp.overlap_grad_reduce=True"),
+        ("+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
+         "model.megatron_optimizer.optimizer_cpu_offload=True"),
         ("actor_rollout_ref.actor.router_replay.mode=disabled", "model.router_replay=none"),
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "model.router_replay=R3"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor.optim.lr_warmup_steps=0"),
@@ -111,6 +115,8 @@ def test_every_renamed_key_leads_to_a_key_that_exists():
     known = set(all_keys(Config))
     open_ended = (
         "model.megatron",
+        "model.megatron_ddp",
+        "model.megatron_optimizer",
         "rollout.engine_kwargs",
         "data.chat_template_kwargs",
         "reward.custom_function.kwargs",
