@@ -152,11 +152,13 @@ def _write_file(
 
 
 def _by_block(names: Sequence[str]) -> Iterator[list[str]]:
-    """Consecutive names of one half of a layer (attention, feed-forward) together: read in one pass over the files."""
+    """Consecutive names of one half of a layer (attention, feed-forward), or of one expert: read in one pass."""
     for _, group in groupby(names, key=_block):
         yield list(group)
 
 
 def _block(name: str) -> tuple[str, ...]:
     parts = name.split(".")
-    return tuple(parts[2:4]) if parts[:2] == ["model", "layers"] else (name,)
+    if parts[:2] != ["model", "layers"]:
+        return (name,)
+    return tuple(parts[2:6]) if parts[4] == "experts" else tuple(parts[2:4])

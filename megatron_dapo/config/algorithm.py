@@ -81,8 +81,6 @@ class FilterGroupsConfig(Section):
     """At that limit: end the run, train on what was kept, or skip the step."""
     surplus: Literal["discard", "carry"] | None = None
     """Kept groups beyond `train_batch_size`: throw away, or use in the next step; null: discard in the sync mode."""
-    max_inflight_gen_batches: Count = 1
-    """Generation batches under way at once."""
 
 
 class RolloutCorrectionConfig(Section):

@@ -119,9 +119,6 @@ def _filter(config: Config) -> Problems:
         yield problem(config, "rollout.n", text, prefix + "enable")
     if not rule.metric:
         yield problem(config, prefix + "metric", "Is required while the filter is enabled; DAPO uses acc.")
-    if rule.max_inflight_gen_batches != 1 and config.trainer.mode == "sync":
-        text = "The sync loop waits for each generation batch before it asks for another: leave this at 1."
-        yield problem(config, prefix + "max_inflight_gen_batches", text, "trainer.mode")
     if rule.max_num_gen_batches > 0 and rule.max_num_gen_batches * gen < train:
         text = (
             f"So many generation batches of data.gen_batch_size = {gen} prompts can never fill data.train_batch_size = "

@@ -36,6 +36,10 @@ class ModelConfig(Section):
     """Megatron's module names for `recompute=selective` (empty: Megatron's default, core_attn)."""
     megatron: dict[str, Any] = {}
     """Passed through to Megatron's TransformerConfig; a name that it does not have is refused."""
+    megatron_optimizer: dict[str, Any] = {}
+    """The same to its OptimizerConfig, for actor, critic and sft; what their `optim` says is refused here."""
+    megatron_ddp: dict[str, Any] = {}
+    """The same to its DistributedDataParallelConfig, e.g. `overlap_grad_reduce=true`."""
     moe: MoEConfig = MoEConfig()
     router_replay: Literal["none", "R2", "R3"] = "none"
     """R2: the update replays the routing of the old-log-prob pass. R3: both replay the rollout engine's routing."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megatron_dapo.config.model import ModelConfig, ParallelConfig
 from megatron_dapo.config.training import OptimConfig
-from megatron_dapo.engine.optimizer import build_optimizer, build_scheduler
+from megatron_dapo.engine.optimizer import build_optimizer, build_scheduler, ddp_config
 from megatron_dapo.engine.packed import PackedMicroBatch, pack_rows, unpack, whole_context
-from megatron_dapo.engine.router_losses import padding_mask, take_router_losses
+from megatron_dapo.engine.router_losses import expert_bias, padding_mask, take_router_losses
 from megatron_dapo.engine.routing import LocalChoice, Routers, RowRouting, expert_counts, to_rows
 from megatron_dapo.metrics import Metrics, reduce, settle
 from megatron_dapo.models.architecture import Architecture
@@ -92,17 +92,18 @@ class MegatronEngine:
         self.routers = Routers(self.chunks, arch)
         self.recorded: Recording | None = None
         self.wrapped: list[torch.nn.Module] = list(self.chunks)
-        self.training = None if optim is None else self._make_trainable(optim, total_steps)
+        self.training = None if optim is None else self._make_trainable(model, optim, total_steps)
 
-    def _make_trainable(self, optim: OptimConfig, total_steps: int) -> Trainable:
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, check_for_nan_in_grad=True
-        )
+    def _make_trainable(self, model: ModelConfig, optim: OptimConfig, total_steps: int) -> Trainable:
+        ddp = ddp_config(model.megatron_ddp)
         wrapped = [
             DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self.chunks)
         ]
-        optimizer = build_optimizer(wrapped, optim, self.config.params_dtype)
+        optimizer = build_optimizer(wrapped, optim, self.config.params_dtype, model.megatron_optimizer)
+        if ddp.overlap_grad_reduce:  # else the schedule would begin to reduce after every micro-batch
+            no_sync = [chunk.no_sync for chunk in wrapped]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = optimizer.scale_loss
         self.wrapped = list(wrapped)
@@ -195,6 +196,7 @@ class MegatronEngine:
         _, grad_norm, _ = optimizer.step()
         role = "critic" if self.value_head else "actor"
         routers = take_router_losses(self.config, len(micro_batches), role)
+        routers |= expert_bias(self.chunks, self.config, role)
         return StepResult(settle(reduce(metrics) | routers), float(grad_norm), self.lr)
 
     def _run(

@@ -3,16 +3,19 @@
 Megatron adds them inside the routers' forward; here are the mask that tells it about padding and the values it noted.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dapo.engine.packed import PackedMicroBatch
-from megatron_dapo.metrics import Mean, Metrics
+from megatron_dapo.metrics import Last, Mean, Metrics
 from megatron_dapo.parallel.capabilities import capabilities
 
 _NOTED_AS = {
@@ -43,6 +46,17 @@ def padding_mask(batch: PackedMicroBatch, config: TransformerConfig, embeds: boo
     if config.sequence_parallel and not embeds:
         mask = mask.chunk(mpu.get_tensor_model_parallel_world_size(), 1)[mpu.get_tensor_model_parallel_rank()]
     return mask.contiguous()
+
+
+def expert_bias(chunks: Sequence[torch.nn.Module], config: TransformerConfig, prefix: str) -> Metrics:
+    """`{prefix}/expert_bias/max_abs` over all layers where the bias is being learned. Collective."""
+    if not (config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate):
+        return {}
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+    biases = [router.expert_bias for router in routers if router.expert_bias is not None]
+    largest = torch.stack([torch.zeros((), device=capabilities().device), *(bias.abs().max() for bias in biases)]).max()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=mpu.get_pipeline_model_parallel_group())
+    return {f"{prefix}/expert_bias/max_abs": Last(float(largest))}
 
 
 def take_router_losses(config: TransformerConfig, micro_batches: int, prefix: str) -> Metrics:

@@ -101,6 +101,7 @@ POLICY = Family(
         Name("{actor,critic,sft}/grad_norm", "norm", "", "Gradient norm before clipping; spikes foretell trouble."),
         Name("{actor,critic,sft}/lr", "1/step", "", "Learning rate."),
         Name("{actor,critic}/<loss>_aux", "loss", "", "Auxiliary losses of MoE routers."),
+        Name("{actor,critic}/expert_bias/max_abs", "score", "", "Largest learned bias of an expert, sign left out."),
         Name("critic/vf_loss", "loss", "down", "Value loss."),
         Name("critic/vf_clipfrac", "ratio", "near 0", "Tokens whose value update is clipped."),
         Name("critic/vpred_mean", "reward", "", "Mean predicted value."),

@@ -1,6 +1,7 @@
 """Megatron's TransformerConfig from three sources: the network, the project's config, and what the machine can do."""
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class OptionError(UserError, ValueError):
-    """A `model.megatron.*` that Megatron does not have, or that something else decides."""
+    """A `model.megatron*.*` that Megatron does not have, or that something else decides."""
 
 
 def transformer_config(arch: Architecture, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
@@ -36,7 +37,8 @@ def transformer_config(arch: Architecture, model: ModelConfig, parallel: Paralle
         decided |= _experts(arch, arch.mixture)
     kind = MLATransformerConfig if arch.latent else TransformerConfig
     settings = decided | _numerics(model) | _router(arch, model) | _recompute(model)
-    return kind(**(settings | _passed_through(model.megatron, decided, kind)))
+    by = "the checkpoint's config.json and by parallel.*, which would then disagree with the weights"
+    return kind(**(settings | pass_through("model.megatron", model.megatron, decided, kind, by)))
 
 
 def _architecture(arch: Architecture) -> Settings:
@@ -190,17 +192,16 @@ def _recompute(model: ModelConfig) -> Settings:
     return {}
 
 
-def _passed_through(chosen: Settings, decided: Settings, kind: type[TransformerConfig]) -> Settings:
+def pass_through(key: str, chosen: Settings, decided: Iterable[str], kind: type[Any], by: str) -> Settings:
+    """The user's own fields of one of Megatron's dataclasses, below `key`.
+
+    Raises OptionError for one that it does not have and for one that was `decided`, naming `by` what.
+    """
     known = {field.name for field in fields(kind)}
     for name in chosen:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise OptionError(
-                f"model.megatron.{name}: Megatron's {kind.__name__} has no such field; nearest is {near[0]}"
-            )
+            raise OptionError(f"{key}.{name}: Megatron's {kind.__name__} has no such field; nearest is {near[0]}")
         if name in decided:
-            raise OptionError(
-                f"model.megatron.{name}={chosen[name]!r}: decided by the checkpoint's config.json and by parallel.*, "
-                "which would then disagree with the weights; remove it"
-            )
+            raise OptionError(f"{key}.{name}={chosen[name]!r}: decided by {by}; remove it")
     return chosen

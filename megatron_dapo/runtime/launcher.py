@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.runtime.failure import EXIT_USER_ERROR
@@ -61,9 +62,9 @@ def _run(module: str, arguments: Sequence[str], environments: Sequence[Mapping[s
         return _wait(ranks)
     finally:
         for rank in ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)  # with its helpers: a rank that was killed could not end them
+            rank.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -65,6 +65,10 @@ def test_load_config_accepts_old_spellings_with_a_note(caplog):
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full", "model.recompute=full"),
         ("+actor_rollout_ref.actor.megatron.override_transformer_config.moe_permute_fusion=True",
          "model.megatron.moe_permute_fusion=True"),
+        ("+actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True",
+         "model.megatron_ddp.overlap_grad_reduce=True"),
+        ("+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
+         "model.megatron_optimizer.optimizer_cpu_offload=True"),
         ("actor_rollout_ref.actor.router_replay.mode=disabled", "model.router_replay=none"),
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "model.router_replay=R3"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor.optim.lr_warmup_steps=0"),
@@ -93,6 +97,11 @@ def test_tokens_per_gpu_become_tokens_before_the_cut_over_context_ranks():
     )
 
 
+def test_a_key_that_nothing_reads_is_left_out_with_the_reason():
+    found = translate_verl(["algorithm.filter_groups.max_inflight_gen_batches=4"])
+    assert found.overrides == () and "trainer.num_warmup_batches" in found.text()
+
+
 def test_unknown_keys_of_verl_are_all_named():
     with pytest.raises(ConfigError) as caught:
         translate_verl(["actor_rollout_ref.model.lora_rank=8", "trainer.v1.nonsense=1", "rollout.n=2"])
@@ -106,6 +115,8 @@ def test_every_renamed_key_leads_to_a_key_that_exists():
     known = set(all_keys(Config))
     open_ended = (
         "model.megatron",
+        "model.megatron_ddp",
+        "model.megatron_optimizer",
         "rollout.engine_kwargs",
         "data.chat_template_kwargs",
         "reward.custom_function.kwargs",

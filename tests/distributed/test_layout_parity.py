@@ -32,6 +32,11 @@ TWO = [
     Case("ep2 moe recompute selective", "qwen3_moe", dict(expert=2), dict(recompute="selective", recompute_modules=("moe", "core_attn"))),
     Case("tp2 mla recompute selective", "deepseek_v3", dict(tensor=2), dict(recompute="selective", recompute_modules=("mla_up_proj", "layernorm"))),
 ]  # fmt: skip
+OVERLAPPED = {"megatron_ddp": dict(overlap_grad_reduce=True)}
+TWO += [
+    Case("dp2 overlapped", "qwen3_moe", dict(), OVERLAPPED),
+    Case("pp2 vpp2 tied overlapped", "qwen2", dict(pipeline=2, virtual_pipeline=2), OVERLAPPED),
+]
 FOUR = [
     Case("tp4 ep4 etp1", "qwen3_moe", dict(tensor=4, expert=4)),
     Case("tp4 one kv head", "llama_kv1", dict(tensor=4)),

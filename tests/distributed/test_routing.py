@@ -141,8 +141,8 @@ def test_replay_in_any_layout(ranks, recorded, alone, case):
         assert _largest_difference(found["gradients"], alone["gradients"]) < 1e-5
 
 
-def _step_with_padding(hf_dir: str, padding: bool) -> tuple[Tensor, list[Tensor], float]:
-    """One step, perhaps with a micro-batch of padding: choices counted, expert biases afterwards, gradient norm."""
+def _step_with_padding(hf_dir: str, padding: bool) -> tuple[Tensor, list[Tensor], Any]:
+    """One step, perhaps with a micro-batch of padding: choices counted, expert biases afterwards, what is reported."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     losses = dict(load_balancing="aux_loss", aux_loss_coeff=0.5, z_loss_coeff=0.05, expert_bias_update_rate=1e-2)
@@ -154,13 +154,15 @@ def _step_with_padding(hf_dir: str, padding: bool) -> tuple[Tensor, list[Tensor]
     micro = [rows, nothing] if padding else [rows]
     result = engine.train_step(micro, weighted_loss(100), ["log_probs", "entropy"], record=True)
     routers = [module for module in engine.chunks[0].modules() if isinstance(module, TopKRouter)]
-    return engine.expert_counts(), [router.expert_bias for router in routers], result.grad_norm
+    return engine.expert_counts(), [router.expert_bias for router in routers], result
 
 
 def test_padding_counts_in_no_router(ranks):
     """Neither in the counts nor in the experts' bias; and a loss over no tokens is 0, not NaN."""
-    (counts, biases, _), (with_padding, same, norm) = (
+    (counts, biases, _), (with_padding, same, result) = (
         ranks.run(_step_with_padding, 1, str(saved("deepseek_v3")), padding)[0] for padding in (False, True)
     )
-    assert torch.equal(with_padding, counts) and 0 < norm < float("inf")
+    assert torch.equal(with_padding, counts) and 0 < result.grad_norm < float("inf")
+    assert result.metrics["actor/expert_bias/max_abs"].value == max(float(bias.abs().max()) for bias in biases)
+    assert all(result.metrics[f"actor/{name}_aux"].compute()[""] > 0 for name in ("load_balancing_loss", "z_loss"))
     assert all(torch.equal(a, b) and bool(b.any()) for a, b in zip(same, biases, strict=True))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_dapo.parallel.host_fixes import Version, megatron_version
 from tests.models.hf_models import saved
 
 
@@ -104,6 +105,35 @@ def _gradient_errors():
     return errors
 
 
+def _buffers_lost_while_sent(hf_dir, deallocate):
+    """Of all sends in a step of the interleaved schedule: how many had lost their buffer when they were waited for."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from tests.distributed.parity import make_rows, weighted_loss
+
+    engine = _engine(hf_dir, dict(pipeline=2, virtual_pipeline=2))
+    if deallocate is not None:
+        engine.config.deallocate_pipeline_outputs = deallocate
+    lost, communicate = [], p2p_communication._p2p_ops
+
+    class Watched:
+        def __init__(self, tensor, request):
+            self.tensor, self.buffer, self.request = tensor, tensor.data_ptr(), request
+
+        def wait(self):
+            lost.append(self.tensor.data_ptr() != self.buffer)
+            return self.request.wait()
+
+    def watch(**named):
+        requests = communicate(**named)
+        sent = {name: Watched(named[f"tensor_{name}"], requests[name]) for name in requests if "send" in name}
+        return requests | sent
+
+    p2p_communication._p2p_ops = watch
+    engine.train_step(list(make_rows(211, even=True).split(2)), weighted_loss(100), ["log_probs", "entropy"])
+    return sum(lost), len(lost)
+
+
 def test_adam_counts_each_step_once_after_loading(ranks):
     """Loading gave all parameters one `step` tensor, counted up once per parameter: wrong bias correction."""
     assert ranks.run(_steps_after_loading, 1, str(saved("qwen3_moe"))) == [[2.0]]
@@ -126,3 +156,11 @@ def test_the_gradient_of_log_probs_is_not_rounded_to_bfloat16(ranks):
     """Megatron's fused cross-entropy returns its gradient in bfloat16 whatever the logits' dtype: not used here."""
     for ours, fused in ranks.run(_gradient_errors, 2):
         assert ours < 1e-6 < 1e-4 < fused
+
+
+def test_nothing_is_freed_while_it_is_sent(ranks):
+    """gloo reads a buffer until its send is waited for; Megatron frees a stage's output before. Small ones are lucky."""
+    cases = [(None, False)] + [(True, True)] * (megatron_version() < Version("0.19"))
+    for deallocate, expected in cases:
+        found = ranks.run(_buffers_lost_while_sent, 2, str(saved("qwen2")), deallocate)
+        assert all(sent > 0 for _, sent in found) and any(lost > 0 for lost, _ in found) is expected, found

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megatron_dapo.config.model import ModelConfig, MoEConfig, ParallelConfig
+from megatron_dapo.config.training import OptimConfig
+from megatron_dapo.engine.optimizer import build_optimizer, ddp_config
 from megatron_dapo.errors import UserError
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.megatron_config import transformer_config
@@ -61,6 +63,17 @@ def test_pass_through():
         config(megatron={"atention_dropout": 0.1})
     with pytest.raises(UserError, match=r"model\.megatron\.hidden_size=64.*config\.json"):
         config(megatron={"hidden_size": 64})
+
+
+def test_pass_through_to_gradients_and_optimizer():
+    assert ddp_config({"overlap_grad_reduce": True}).overlap_grad_reduce
+    assert not ddp_config({"check_for_nan_in_grad": False}).check_for_nan_in_grad and ddp_config({}).grad_reduce_in_fp32
+    with pytest.raises(UserError, match=r"model\.megatron_ddp\.overlap_grads.*nearest is overlap_grad_reduce"):
+        ddp_config({"overlap_grads": True})
+    with pytest.raises(UserError, match="overlap_param_gather=True: decided by the engine"):
+        ddp_config({"overlap_param_gather": True})
+    with pytest.raises(UserError, match=r"model\.megatron_optimizer\.clip_grad=2\.0: decided by the role's `optim`"):
+        build_optimizer([], OptimConfig(), torch.float32, {"clip_grad": 2.0})
 
 
 def test_experts_with_tensor_parallelism_need_sequence_parallelism():
