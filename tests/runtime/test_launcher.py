@@ -52,6 +52,31 @@ def test_one_failing_rank_ends_the_others(program, tmp_path, monkeypatch):
         os.kill(int((tmp_path / "pid0").read_text()), 0)
 
 
+def test_a_killed_ranks_helpers_end_with_it(program, tmp_path):
+    module = program(
+        """
+        import os, pathlib, signal, subprocess, sys
+        helper = subprocess.Popen(["sleep", "600"])
+        pathlib.Path(sys.argv[1], "helper").write_text(str(helper.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert launcher.launch(module, [str(tmp_path)], 1) == signal.SIGKILL
+    helper = int((tmp_path / "helper").read_text())
+    deadline = time.monotonic() + 5
+    while alive(helper):
+        assert time.monotonic() < deadline, "the helper outlives its rank"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Not gone, and not a corpse that nobody has collected."""
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_ranks_die_with_a_killed_launcher(program, tmp_path):
     module = program(
         """
