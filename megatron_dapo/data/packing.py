@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_dapo.errors import UserError
+
 # a and b up to a common factor: 24·h²·L and 4·h·L² FLOPs per layer give a/b = 6·h; this is h = 4096.
 LINEAR_COST = 24576.0
 QUADRATIC_COST = 1.0
@@ -184,8 +186,8 @@ def plan_micro_batches(
     of micro-batches is evened out, and light ones stand at both ends, where a pipeline has its bubbles.
 
     A rank that knows only its own rows plans with dp=1, agrees with the others on the largest count, and plans again
-    with that as `min_micro_batches`. Raises ValueError naming a row longer than `max_tokens`, or when `assigned` is not
-    one list per rank.
+    with that as `min_micro_batches`. Raises UserError naming a row longer than `max_tokens`, ValueError when `assigned`
+    is not one list per rank.
     """
     tokens = _checked(lengths, max_tokens)
     if dp < 1 or min_micro_batches < 0 or multiple_of < 1:
@@ -226,9 +228,9 @@ def _checked(lengths: np.ndarray | Sequence[int], max_tokens: int) -> np.ndarray
     tokens = np.asarray(lengths, dtype=np.int64)
     if tokens.size and int(tokens.max()) > max_tokens:
         row = int(tokens.argmax())
-        raise ValueError(
+        raise UserError(
             f"sequence {row} has {tokens[row]} tokens and fits no micro-batch of max_tokens={max_tokens}; raise "
-            "max_tokens_per_micro_batch (or context parallelism), or shorten prompts and responses"
+            "max_tokens_per_micro_batch, or shorten prompts and responses"
         )
     if tokens.size and int(tokens.min()) < 0:
         raise ValueError(f"sequence {int(tokens.argmin())} has a negative length {int(tokens.min())}")

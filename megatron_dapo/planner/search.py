@@ -120,7 +120,7 @@ def layouts(arch: Architecture, world: int, per_node: int) -> Iterator[Topology]
                         )  # fmt: skip
                         if world % (topology.etp * expert * pipeline) or sizes["experts"] % expert:
                             continue
-                        if sizes["ffn"] % tensor or sizes["expert_ffn"] % topology.etp:
+                        if sizes["ffn"] % tensor or sizes["shared_ffn"] % tensor or sizes["expert_ffn"] % topology.etp:
                             continue
                         yield topology
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megatron_dapo.config import Config, load_config
 from megatron_dapo.config.compose import choices
+from megatron_dapo.config.model import topology_of
 from megatron_dapo.errors import UserError
 from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.parallel.topology import Topology
@@ -72,27 +73,8 @@ def read_request(words: Sequence[str]) -> Request:
     return Request(
         config=config,
         arch=arch,
-        topology=topology_of(config),
+        topology=topology_of(config.parallel),
         device=device(name, numbers(own, "device.")),
         assume=assumptions(assumed),
         recipe=recipe or (bundled_name(config.model.path) or config.model.path),
-    )
-
-
-def topology_of(config: Config) -> Topology:
-    """The layout of `parallel`; without a world size the smallest world that has it."""
-    parallel, etp = config.parallel, config.derived.expert_tensor
-    dense = parallel.tensor * parallel.pipeline * parallel.context
-    world = parallel.world_size or max(dense, etp * parallel.expert * parallel.pipeline)
-    return Topology(
-        world=world,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=etp,
-        first_stage_layers=parallel.first_stage_layers,
-        last_stage_layers=parallel.last_stage_layers,
-        pipeline_layout=parallel.pipeline_layout,
     )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_dapo.data.packing import balance, pack, plan_micro_batches, workload
+from megatron_dapo.errors import UserError
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 LENGTHS = st.lists(st.integers(0, 100), max_size=40)
@@ -87,7 +88,7 @@ def test_pack_reaches_the_lower_bound(seed: int, max_tokens: int) -> None:
 
 def test_rows_that_fit_nowhere_are_named() -> None:
     for call in (lambda: pack([3, 9, 4], 8), lambda: plan_micro_batches([3, 9, 4], 1, 8)):
-        with pytest.raises(ValueError, match=r"sequence 1 has 9 tokens.*max_tokens=8"):
+        with pytest.raises(UserError, match=r"sequence 1 has 9 tokens.*max_tokens=8"):
             call()
     with pytest.raises(ValueError, match="negative length -1"):
         pack([3, -1], 8)
