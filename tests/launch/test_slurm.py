@@ -66,8 +66,9 @@ def test_a_stopped_job_goes_back_into_the_queue_and_finishes(slurm: Cluster, tmp
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("script", LIGHT)
-def test_two_nodes_train_the_demo(slurm: Cluster, tmp_path: Path, script: str):
+@pytest.mark.parametrize(("script", "steps"), [("torchrun", 8), ("ray", 3)], ids=["torchrun, requeued", "ray"])
+def test_two_nodes_train_the_demo(slurm: Cluster, tmp_path: Path, script: str, steps: int):
+    """The longer run is asked to stop after its first step: back in the queue, it goes on from its checkpoint."""
     from megatron_dapo.cli.demo import Demo, write_inputs
     from megatron_dapo.metrics import METRICS_FILE, read_jsonl
 
@@ -75,16 +76,24 @@ def test_two_nodes_train_the_demo(slurm: Cluster, tmp_path: Path, script: str):
     write_inputs(demo)
     words = [
         "recipe=demo", f"model.path={demo.init}", f"data.train_files=[{demo.data}/train.parquet]", "data.val_files=[]",
-        f"trainer.default_local_dir={tmp_path}/run", "trainer.total_training_steps=3", "trainer.save_freq=1",
+        f"trainer.default_local_dir={tmp_path}/run", f"trainer.total_training_steps={steps}", "trainer.save_freq=1",
         "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.export_hf=false",
         "algorithm.filter_groups.enable=false",
         "data.train_batch_size=4", "data.gen_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=4",
     ]  # fmt: skip
     job = submit(slurm, tmp_path, words, script, MAX_RESTARTS="0")
-    over = slurm.wait(job, 900)
+    metrics = tmp_path / "run" / METRICS_FILE
+    if script == "torchrun":
+        deadline = time.monotonic() + 400
+        while not (metrics.exists() and read_jsonl(metrics)):
+            assert time.monotonic() < deadline, told(slurm, tmp_path)
+            time.sleep(0.1)
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
+    over = slurm.wait(job, 700)
     assert over["JobState"] == "COMPLETED", told(slurm, tmp_path)
-    rows = [row for row in read_jsonl(tmp_path / "run" / METRICS_FILE) if "timing_s/step" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert over["Restarts"] == ("1" if script == "torchrun" else "0")
+    rows = [row for row in read_jsonl(metrics) if "timing_s/step" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(steps)
     started = {"torchrun": "ranks, rendezvous", "ray": "phase: start, Ray at"}[script]
     assert started in (tmp_path / "logs" / "node-1.log").read_text()
