@@ -115,10 +115,10 @@ heed() { # SLURM signals every process of a job: rank 0 has heard a SIGTERM alre
   request_stop "$name"
   if [[ -n $heard ]]; then pending=0; fi
 }
-caught_signal="" # traps only take note: bash may lose its place when one trap interrupts the substitutions of another
-trap 'caught_signal=SIGINT' INT
-trap 'caught_signal=SIGUSR1' USR1
-trap 'caught_signal=SIGTERM' TERM
+caught_signal="" # traps only take note, of one signal: bash loses its place when a trap interrupts a substitution
+trap 'caught_signal=SIGINT; trap "" INT TERM USR1' INT
+trap 'caught_signal=SIGUSR1; trap "" INT TERM USR1' USR1
+trap 'caught_signal=SIGTERM; trap "" INT TERM USR1' TERM
 trap 'if ((runner)) && kill -0 "$runner" 2>/dev/null; then kill -QUIT "$runner"; fi' EXIT # should this script ever leave before it
 
 for ((attempt = 0; attempt <= MAX_RESTARTS; attempt++)); do

@@ -34,6 +34,7 @@ mkdir -p "$LOG_DIR"
 phase() { echo "=== $(date -u +%Y-%m-%dT%H:%M:%SZ) job $RDZV_ID phase: $*"; }
 stopping=""
 request_stop() {
+  trap '' USR1 TERM # one is enough, and bash loses its place when a trap interrupts a substitution
   stopping=$1 interrupted=1
   phase "stop requested ($stopping)"
   touch "$STOP_FILE" # every node looks for it

@@ -55,7 +55,7 @@ def main(recompute: str, tokens: int, layout: dict[str, int]) -> dict[str, int]:
             parameter.normal_(std=0.02)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(config, ddp, chunk)
-    optimizer = build_optimizer([wrapped], OptimConfig(), torch.float32)
+    optimizer = build_optimizer([wrapped], OptimConfig(), torch.float32, {})
     saved = watch(chunk)
     ids = torch.randint(0, 300, (1, tokens), generator=torch.Generator().manual_seed(0))
     ends = torch.arange(0, tokens + 1, tokens // 8, dtype=torch.int32)  # eight sequences in one pack
