@@ -3,6 +3,7 @@
 A directory appears under its name only when it is complete, and an interrupted conversion goes on where it stopped.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -29,6 +30,8 @@ from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.models.export import FILE_BYTES, copy_companions, file_dtypes, file_names, replace_directory
 from megatron_dapo.models.hf_files import HFWeights, SafetensorsStream, WeightsError, split_into_files, write_index
 from megatron_dapo.models.slices import Slice
+
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 def hf_to_megatron(
@@ -95,6 +98,7 @@ def megatron_to_hf(
     Memory: half a layer. Files that an interrupted conversion had finished are kept. Collective when ranks
     are running: each writes some of the files.
     """
+    _return_freed_memory()
     source, out = Path(hf_dir), Path(out_dir)
     plan = make_plan(megatron_architecture(source, Path(checkpoint_dir)), value_head)
     weights = MegatronWeights(Path(checkpoint_dir), plan)
@@ -122,6 +126,11 @@ def megatron_to_hf(
         (temporary / STATE).unlink()
         replace_directory(temporary, out)
     dist.barrier()
+
+
+def _return_freed_memory() -> None:
+    """A freed tensor goes back to the system at once; else the allocator learns to keep blocks of its size."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def check_weights(weights: HFWeights, plan: Plan) -> None:

@@ -55,7 +55,7 @@ class Queue:
 
         Raises UserError where another run's queue stands there.
         """
-        os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+        set_environment()
         import transfer_queue
         from omegaconf import OmegaConf
 
@@ -129,6 +129,12 @@ class Queue:
         except (StorageUnitTimeout, Late) as error:
             reason = str(error) or f"no answer in {DEADLINE:.0f} s"
             raise QueueError(f"TransferQueue {name}: {reason}. A storage unit or the controller is gone") from error
+
+
+def set_environment() -> None:
+    """For this process and those that it starts: a Ray of its own, and the queue's processes in that."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def _wait_until_free() -> None:

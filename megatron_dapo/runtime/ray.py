@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_dapo.errors import UserError
-from megatron_dapo.runtime.queue import ENVIRONMENT
+from megatron_dapo.runtime.queue import set_environment
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 NODES_VARIABLE = "RAY_NODES"  # how many a launcher starts: they do not join in one moment
@@ -54,7 +54,8 @@ def cluster(cpus: int) -> Iterator[None]:
     else:
         own = {}
     try:
-        ray.init(address=where, logging_level=logging.WARNING, runtime_env={"env_vars": ENVIRONMENT}, **own)
+        set_environment()  # a Ray of our own inherits it
+        ray.init(address=where, logging_level=logging.WARNING, **own)
     except ConnectionError as error:
         raise UserError(
             f"{ADDRESS_VARIABLE}={where}: this is no Ray cluster that lets us join ({error}). If it asks for a token, "

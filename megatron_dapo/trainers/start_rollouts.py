@@ -20,7 +20,7 @@ from megatron_dapo.rollout.client import EngineClient
 from megatron_dapo.rollout.engine import RolloutEngine
 from megatron_dapo.rollout.fleet import Fleet
 from megatron_dapo.runtime.failure import StopRequest
-from megatron_dapo.runtime.queue import ENVIRONMENT, Queue
+from megatron_dapo.runtime.queue import Queue, set_environment
 from megatron_dapo.trainers.expert_load import RankLoad
 from megatron_dapo.trainers.feed import Feed
 from megatron_dapo.trainers.ledger import LEDGER_FILE, Ledger
@@ -56,8 +56,8 @@ def own_engines(config: Config, world: int, stop: StopRequest | None) -> Iterato
     import ray
 
     size = {"num_cpus": 1 + config.trainer.queue_storage_units, "object_store_memory": STORE_BYTES}
-    quiet = {"include_dashboard": False, "logging_level": "ERROR", "runtime_env": {"env_vars": ENVIRONMENT}}
-    ray.init("local", **quiet, **size)
+    set_environment()
+    ray.init("local", include_dashboard=False, logging_level="ERROR", **size)
     stop.install()  # again: Ray has handlers of its own
     engines = start_engines(config, world)
     keep_to(cores, world)  # what was started before may use them all
