@@ -4,7 +4,6 @@ A directory appears under its name only when it is complete, and an interrupted 
 """
 
 import ctypes
-import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -150,14 +149,12 @@ def check_weights(weights: HFWeights, plan: Plan) -> None:
 def _write_file(
     path: Path, tensors: Sequence[str], weights: MegatronWeights, plan: Plan, dtypes: dict[str, torch.dtype]
 ) -> None:
-    part = path.with_name(path.name + ".part")
-    stream = SafetensorsStream(part, {name: plan.shapes[name] for name in tensors}, dtypes)
+    stream = SafetensorsStream(path, {name: plan.shapes[name] for name in tensors}, dtypes)
     for group in _by_block(tensors):
         values = weights.read_many(group)
         for name in group:
             stream.add(name, values.pop(name).to(dtypes[name]))  # each is freed as soon as it is written
     stream.close()
-    os.rename(part, path)
 
 
 def _by_block(names: Sequence[str]) -> Iterator[list[str]]:

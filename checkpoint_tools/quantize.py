@@ -5,7 +5,6 @@ Only plain weights can be trained; quantized ones are for serving elsewhere.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -162,10 +161,8 @@ def _write(
 
 
 def _write_file(path: Path, entries: dict[str, Entry]) -> None:
-    part = path.with_name(path.name + ".part")
     shapes = {name: entry.shape for name, entry in entries.items()}
-    stream = SafetensorsStream(part, shapes, {name: entry.dtype for name, entry in entries.items()})
+    stream = SafetensorsStream(path, shapes, {name: entry.dtype for name, entry in entries.items()})
     for name, entry in entries.items():
         stream.add(name, entry.make())
     stream.close()
-    os.rename(part, path)

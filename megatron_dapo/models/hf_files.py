@@ -125,7 +125,8 @@ def _opened(file: Path) -> Any:
 class SafetensorsStream:
     """Writes one safetensors file tensor by tensor: the header first, then the bytes as they come.
 
-    So a file of many gigabytes needs the memory of one tensor. `add` must follow the order of `shapes`.
+    So a file of many gigabytes needs the memory of one tensor. `add` must follow the order of `shapes`. The file is
+    called `<file>.part` until `close`.
     """
 
     def __init__(self, file: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> None:
@@ -137,7 +138,8 @@ class SafetensorsStream:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._left = iter(shapes.items())
-        self._file = file.open("wb")
+        self._path = file
+        self._file = file.with_name(f"{file.name}.part").open("wb")
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -148,13 +150,14 @@ class SafetensorsStream:
         self._file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Make the file durable. Raises ValueError when tensors of the header are missing."""
+        """Make the file durable and give it its name. Raises ValueError when tensors of the header are missing."""
         missing = next(self._left, None)
         if missing is not None:
-            raise ValueError(f"{self._file.name} lacks {missing[0]} and what follows it")
+            raise ValueError(f"{self._path} lacks {missing[0]} and what follows it")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        os.rename(self._file.name, self._path)
 
 
 def split_into_files(shapes: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> list[list[str]]:

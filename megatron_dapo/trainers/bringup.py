@@ -34,7 +34,7 @@ from megatron_dapo.trainers.generation import Generator, training_sampling, vali
 from megatron_dapo.trainers.run import Run
 from megatron_dapo.trainers.saving import Saver
 from megatron_dapo.trainers.stages import Ranks
-from megatron_dapo.trainers.worker import Worker
+from megatron_dapo.trainers.worker import Worker, counts_experts
 
 
 def rank() -> int:
@@ -188,9 +188,9 @@ def build_run(config: Config, topology: Topology, group: WorkerGroup, inputs: In
         kl=kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon),
         trackers=Trackers(list(config.trainer.logger), directory, config.model_dump(mode="json")),
         dump=RolloutDump(config, inputs.tokenizer),
-        expert_load=None
-        if arch.mixture is None or every <= 0
-        else ExpertLoad(arch, topology, directory, every, max(group.call("ranks_per_node"))),
+        expert_load=ExpertLoad(arch, topology, directory, every, max(group.call("ranks_per_node")))
+        if counts_experts(config, arch)
+        else None,
         store=store,
         saver=Saver(group, store, config.trainer.async_save),
         total_steps=inputs.total_steps,

@@ -10,7 +10,7 @@ from megatron_dapo.models.architecture import Architecture
 from megatron_dapo.rollout.client import EngineClient
 from megatron_dapo.rollout.remote import RemoteEngine
 from megatron_dapo.runtime.ray import Pool
-from megatron_dapo.trainers.generation import check_width
+from megatron_dapo.trainers.generation import check_width, engine_count
 from megatron_dapo.trainers.worker import engine_spec, tells_routing
 
 
@@ -20,11 +20,6 @@ def cpus_needed(config: Config) -> int:
     queue = 0 if trainer.mode == "sync" else 1 + trainer.queue_storage_units
     apart = engine_count(config) if trainer.mode == "separate_async" else 0
     return (config.parallel.world_size or 1) + apart + queue
-
-
-def engine_count(config: Config) -> int:
-    """Engines of an asynchronous mode."""
-    return config.rollout.engines or 1
 
 
 def rank_resources() -> dict[str, float]:

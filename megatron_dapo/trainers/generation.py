@@ -24,7 +24,7 @@ def rollout_hosts(config: Config, topology: Topology, *, node_gpus: int) -> tupl
     if config.trainer.mode != "sync":
         return ()  # the driver has them
     if not node_gpus:
-        return tuple(range(min(config.rollout.engines or 1, topology.world)))
+        return tuple(range(min(engine_count(config), topology.world)))
     width, wanted = config.rollout.tensor_parallel_size, config.rollout.engines  # untested on GPU
     check_width(width, node_gpus)
     places = range(0, topology.world, width)
@@ -34,6 +34,11 @@ def rollout_hosts(config: Config, topology: Topology, *, node_gpus: int) -> tupl
             f"at most {len(places)}, or null for as many as there is room for"
         )
     return tuple(places[:wanted])
+
+
+def engine_count(config: Config) -> int:
+    """Engines of an asynchronous mode, and of a CPU host."""
+    return config.rollout.engines or 1
 
 
 def check_width(width: int, node_gpus: int) -> None:

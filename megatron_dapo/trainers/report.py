@@ -28,6 +28,7 @@ from megatron_dapo.metrics import (
     verifier_metrics,
 )
 from megatron_dapo.trainers.efficiency import stage_efficiency
+from megatron_dapo.trainers.generation import engine_count
 from megatron_dapo.trainers.run import Run
 
 
@@ -121,9 +122,8 @@ def step(run: Run, groups: Sequence[Group], metrics: Metrics) -> None:
 
 def devices(run: Run) -> int:
     """Of the ranks, and of engines that have devices of their own."""
-    rollout = run.config.rollout
-    apart = run.config.trainer.mode == "separate_async"
-    return run.ranks.group.size + (rollout.engines or 1) * rollout.tensor_parallel_size * apart
+    apart = engine_count(run.config) if run.config.trainer.mode == "separate_async" else 0
+    return run.ranks.group.size + apart * run.config.rollout.tensor_parallel_size
 
 
 def begin(run: Run, metrics: Metrics) -> None:

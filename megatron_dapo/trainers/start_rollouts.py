@@ -23,12 +23,13 @@ from megatron_dapo.runtime.failure import StopRequest
 from megatron_dapo.runtime.queue import Queue, set_environment
 from megatron_dapo.trainers.expert_load import RankLoad
 from megatron_dapo.trainers.feed import Feed
+from megatron_dapo.trainers.generation import engine_count
 from megatron_dapo.trainers.ledger import LEDGER_FILE, Ledger
 from megatron_dapo.trainers.replay import SAMPLERS, ReplayBuffer, ReplayPolicy
 from megatron_dapo.trainers.rollouts import Rollouts
 from megatron_dapo.trainers.run import Run
 from megatron_dapo.trainers.stages import Ranks, connect_rollout
-from megatron_dapo.trainers.worker import engine_spec, rank_load, tells_routing
+from megatron_dapo.trainers.worker import engine_spec, rank_load, ranks_on_node, tells_routing
 
 STORE_BYTES = 100 * 2**20  # nothing of ours lies in Ray's object store
 
@@ -43,7 +44,7 @@ def own_engines(config: Config, world: int, stop: StopRequest | None) -> Iterato
     if config.trainer.mode == "sync":
         yield []
         return
-    if (local := int(os.environ.get("LOCAL_WORLD_SIZE", world))) < world:
+    if (local := ranks_on_node(world)) < world:
         raise UserError(
             f"trainer.mode={config.trainer.mode} with {world} ranks, {local} of them on this node: across nodes the "
             "asynchronous modes need trainer.runtime=ray"
@@ -72,7 +73,7 @@ def start_engines(config: Config, world: int) -> list[EngineClient]:
     width, cores = config.rollout.tensor_parallel_size, split_cores(config)[1]
     routed = tells_routing(config, Architecture.from_dir(config.model.path))
     first = 0 if config.trainer.mode == "colocate_async" else world
-    starts = [first + index * width for index in range(config.rollout.engines or 1)]
+    starts = [first + index * width for index in range(engine_count(config))]
     if capabilities().cuda and starts[-1] + width > (gpus := torch.cuda.device_count()):  # untested on GPU
         raise UserError(
             f"trainer.mode={config.trainer.mode}: {len(starts)} engines of rollout.tensor_parallel_size={width} from "

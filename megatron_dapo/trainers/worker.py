@@ -150,8 +150,8 @@ class Worker(SupervisedWorker):
             ]
 
     def ranks_per_node(self) -> int:
-        """How many ranks stand on this rank's node, as its launcher says; all of them where none does."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.topology.world))
+        """How many ranks stand on this rank's node."""
+        return ranks_on_node(self.topology.world)
 
     def device_name(self) -> str | None:
         """The name of this rank's GPU; None on a CPU host."""
@@ -318,27 +318,33 @@ def correction_config(config: Config) -> RolloutCorrectionConfig:
     return RolloutCorrectionConfig(**config.algorithm.rollout_correction.model_dump(exclude={"preset"}))
 
 
+def ranks_on_node(world: int) -> int:
+    """How many of the ranks stand on this node, as the launcher says; all of them where there is none."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def counts_experts(config: Config, arch: Architecture) -> bool:
+    """Whether expert load is told: not of a dense model, nor where nobody wants to know."""
+    return arch.mixture is not None and config.trainer.log_expert_load_every > 0
+
+
 def rank_load(config: Config, arch: Architecture) -> RankLoad | None:
-    """What counts expert load beside an engine; None for a dense model, or where nobody wants to know.
+    """What counts expert load beside an engine, where it is told.
 
     Under router replay routing is handed on: R3 follows it, R2 compares it with the trainer's own.
     """
-    if arch.mixture is None or config.trainer.log_expert_load_every <= 0:
-        return None
-    return RankLoad(arch, keep_routing=config.model.router_replay != "none")
+    return RankLoad(arch, keep_routing=config.model.router_replay != "none") if counts_experts(config, arch) else None
 
 
 def tells_routing(config: Config, arch: Architecture) -> bool:
     """Whether rollout engines must tell every token's experts: to be counted or followed."""
-    counted = arch.mixture is not None and config.trainer.log_expert_load_every > 0
-    return counted or config.model.router_replay == "R3"
+    return counts_experts(config, arch) or config.model.router_replay == "R3"
 
 
 def start_rollout(config: Config, topology: Topology, rank: int, *, routed_experts: bool) -> RolloutEngine | None:
     """Starts this rank's vLLM process, if it hosts one; does not wait for it."""
     cuda = capabilities().cuda
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(topology.world)))
-    hosts = rollout_hosts(config, topology, node_gpus=local_world if cuda else 0)
+    hosts = rollout_hosts(config, topology, node_gpus=ranks_on_node(topology.world) if cuda else 0)
     if rank not in hosts:
         return None
     local, width = int(os.environ.get("LOCAL_RANK", "0")), config.rollout.tensor_parallel_size

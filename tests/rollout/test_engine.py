@@ -15,6 +15,7 @@ from megatron_dapo.resharding.messages import TransferError
 from megatron_dapo.resharding.transport_peers import Meeting, PeerPublisher, free_port, peer_update
 from megatron_dapo.rollout import EngineDied, EngineError, EngineSpec, RolloutEngine, Sampling
 from tests import tiny_vllm as tiny
+from tests.processes import process_exists
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +198,3 @@ def test_the_engine_dies_with_its_owner() -> None:
     while process_exists(pid):
         assert time.monotonic() < deadline, f"engine {pid} outlived its owner"
         time.sleep(0.1)
-
-
-def process_exists(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

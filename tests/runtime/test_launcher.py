@@ -12,6 +12,7 @@ import pytest
 
 from megatron_dapo.errors import UserError
 from megatron_dapo.runtime import launcher
+from tests.processes import process_exists
 
 
 @pytest.fixture
@@ -64,17 +65,9 @@ def test_a_killed_ranks_helpers_end_with_it(program, tmp_path):
     assert launcher.launch(module, [str(tmp_path)], 1) == signal.SIGKILL
     helper = int((tmp_path / "helper").read_text())
     deadline = time.monotonic() + 5
-    while alive(helper):
+    while process_exists(helper):
         assert time.monotonic() < deadline, "the helper outlives its rank"
         time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    """Not gone, and not a corpse that nobody has collected."""
-    try:
-        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_ranks_die_with_a_killed_launcher(program, tmp_path):
